@@ -1,0 +1,373 @@
+"""The two settings objects: `Qwen3Config` is a model folder's config.json, `TrainConfig` is the command line.
+
+    python train.py --help
+
+Architecture comes from config.json alone. There is no table of sizes and no architectural default: a key that is
+missing is an error that names it.
+"""
+
+import contextlib
+import json
+import re
+import sys
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from qwen3_trn.errors import UserError
+from qwen3_trn.launch import tell_once
+
+# Keys that every config.json must have, with the line to add where one is missing. The values in the hints are those of
+# the released Qwen3 models; sizes have no hint because nobody but the file's author knows them.
+_HINTS = {
+    "attention_bias": "false",
+    "hidden_act": '"silu"',
+    "initializer_range": "0.02",
+    "rms_norm_eps": "1e-06",
+    "use_sliding_window": "false",
+    "tie_word_embeddings": "false",
+    "decoder_sparse_step": "1",
+    "mlp_only_layers": "[]",
+    "norm_topk_prob": "true",
+    "router_aux_loss_coef": "0.001",
+}
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+_MOE_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+
+# TrainConfig's numbers by the least they may be.
+_POSITIVE = (
+    *("seq_len", "steps", "epochs", "global_batch_size", "micro_batch_size"),
+    *("lr", "adam_eps", "max_grad_norm", "dist_timeout", "log_every"),
+)
+_NOT_NEGATIVE = ("min_lr", "warmup_steps", "weight_decay", "router_aux_loss_coef", "router_z_loss_coef")
+
+
+@dataclass(frozen=True)
+class Qwen3Config:
+    """A Qwen3 or Qwen3-MoE architecture, with config.json's own names.
+
+    Read one with `from_pretrained(DIR)` or `from_dict(raw)`. Both spellings of transformers 4 and 5 are understood:
+    `num_local_experts` for `num_experts`, `rope_parameters` for `rope_theta` and `rope_scaling`, `dtype` for
+    `torch_dtype`. `raw` keeps the file's other keys so that `to_dict` can write them back.
+    """
+
+    model_type: Literal["qwen3", "qwen3_moe"]
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    attention_bias: bool
+    tie_word_embeddings: bool
+    initializer_range: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None  # None is plain RoPE; otherwise it holds "rope_type": "yarn" and its numbers
+    # Mixture of experts. num_experts 0 is a dense model, and then the rest means nothing.
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+    router_aux_loss_coef: float = 0.0
+    raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> "Qwen3Config":
+        """Read `folder`/config.json. Raises UserError when it is absent, not JSON, or not a Qwen3 architecture."""
+        path = Path(folder) / "config.json"
+        if not path.is_file():
+            raise UserError(f"no config.json in {folder}: expected a Hugging Face model folder.")
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"{path} is not valid JSON: {error}") from error
+        if not isinstance(raw, dict):
+            raise UserError(f"{path}: expected a JSON object, found {type(raw).__name__}.")
+        return cls.from_dict(raw, str(path))
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any], where: str = "config.json") -> "Qwen3Config":
+        """Check `raw` (config.json's content) and build the config; `where` is the file's name for error messages."""
+        model_type = raw.get("model_type")
+        if model_type not in ("qwen3", "qwen3_moe"):
+            raise UserError(f'{where}: model_type is {model_type!r}; this trainer knows "qwen3" and "qwen3_moe".')
+        is_moe = model_type == "qwen3_moe"
+
+        def need(key: str, *other_spellings: str) -> Any:
+            found = {name: raw[name] for name in (key, *other_spellings) if raw.get(name) is not None}
+            if not found:
+                hint = f'add the line "{key}": {_HINTS.get(key, "<the value the weights were made with>")},'
+                raise UserError(f'{where}: the key "{key}" is missing, and no default is assumed: {hint}')
+            values = list(found.values())
+            if any(value != values[0] for value in values):
+                raise UserError(f"{where}: two spellings of one key disagree: {found}. Remove the wrong one.")
+            return values[0]
+
+        def size(key: str, *other_spellings: str) -> int:
+            value = need(key, *other_spellings)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UserError(f"{where}: {key} is {value!r}; expected a whole number of 1 or more.")
+            return value
+
+        def number(key: str) -> float:
+            value = need(key)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise UserError(f"{where}: {key} is {value!r}; expected a number.")
+            return float(value)
+
+        def boolean(key: str) -> bool:
+            value = need(key)
+            if not isinstance(value, bool):
+                raise UserError(f"{where}: {key} is {value!r}; expected true or false.")
+            return value
+
+        if need("hidden_act") != "silu":
+            raise UserError(f'{where}: hidden_act is {raw["hidden_act"]!r}; only "silu" (SwiGLU) is implemented.')
+        # An absent layer_types or attention_dropout means what the released files, which have neither or zero, mean.
+        if boolean("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or ()):
+            raise UserError(
+                f"{where}: use_sliding_window (or layer_types) asks for sliding-window attention, which is not "
+                "implemented. No released Qwen3 model uses it; with use_sliding_window false, the window is ignored."
+            )
+        if raw.get("attention_dropout"):
+            raise UserError(
+                f"{where}: attention_dropout is {raw['attention_dropout']}; dropout is not implemented. Set it to 0.0."
+            )
+        rope_theta, rope_scaling = _read_rope(raw, where)
+        fields: dict[str, Any] = {key: size(key) for key in _SIZES}
+        if is_moe:
+            fields |= {key: size(key) for key in _MOE_SIZES if key != "num_experts"}
+            fields["num_experts"] = size("num_experts", "num_local_experts")
+            fields["norm_topk_prob"] = boolean("norm_topk_prob")
+            fields["decoder_sparse_step"] = size("decoder_sparse_step")
+            fields["mlp_only_layers"] = tuple(need("mlp_only_layers"))
+            fields["router_aux_loss_coef"] = number("router_aux_loss_coef")
+            if fields["num_experts_per_tok"] > fields["num_experts"]:
+                raise UserError(
+                    f"{where}: num_experts_per_tok is {fields['num_experts_per_tok']}, more than the "
+                    f"{fields['num_experts']} experts there are."
+                )
+        if fields["num_attention_heads"] % fields["num_key_value_heads"]:
+            raise UserError(
+                f"{where}: num_attention_heads ({fields['num_attention_heads']}) is not a multiple of "
+                f"num_key_value_heads ({fields['num_key_value_heads']})."
+            )
+        if fields["head_dim"] % 2:
+            raise UserError(f"{where}: head_dim is {fields['head_dim']}; rotary embedding needs an even number.")
+        return cls(
+            model_type=model_type,
+            rms_norm_eps=number("rms_norm_eps"),
+            attention_bias=boolean("attention_bias"),
+            tie_word_embeddings=boolean("tie_word_embeddings"),
+            initializer_range=number("initializer_range"),
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
+            raw=dict(raw),
+            **fields,
+        )
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether decoder layer `layer` (from 0) holds experts, by transformers' Qwen3MoeDecoderLayer rule."""
+        return (
+            self.num_experts > 0 and layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+        )
+
+    def to_dict(self, dtype: str) -> dict[str, Any]:
+        """config.json for a folder whose tensors have `dtype` ("bfloat16" or "float32").
+
+        The original keys are kept. Where transformers 4 and 5 spell a key differently both spellings are written, so
+        that 4.51 and later read the folder.
+        """
+        written = dict(self.raw)
+        written["architectures"] = ["Qwen3MoeForCausalLM" if self.num_experts else "Qwen3ForCausalLM"]
+        written["torch_dtype"] = written["dtype"] = dtype
+        written["rope_theta"], written["rope_scaling"] = self.rope_theta, self.rope_scaling
+        written["rope_parameters"] = {
+            "rope_type": "default",
+            **(self.rope_scaling or {}),
+            "rope_theta": self.rope_theta,
+        }
+        if self.num_experts:
+            written["num_experts"] = written["num_local_experts"] = self.num_experts
+        return written
+
+
+def _read_rope(raw: dict[str, Any], where: str) -> tuple[float, dict[str, Any] | None]:
+    """(rope_theta, rope_scaling) from transformers 4's two keys or transformers 5's `rope_parameters`."""
+    parameters = raw.get("rope_parameters") or {}
+    scaling = dict(raw.get("rope_scaling") or parameters)
+    thetas = {float(theta) for theta in (raw.get("rope_theta"), parameters.get("rope_theta")) if theta is not None}
+    if not thetas:
+        raise UserError(
+            f'{where}: neither "rope_theta" nor "rope_parameters": {{"rope_theta": ...}} is there, and no default is '
+            "assumed. The released Qwen3 models have 1000000."
+        )
+    if len(thetas) > 1:
+        raise UserError(f"{where}: rope_theta and rope_parameters disagree: {sorted(thetas)}. Remove the wrong one.")
+    scaling.pop("rope_theta", None)
+    # "type" is the spelling before transformers 4.43.
+    legacy_type = scaling.pop("type", None)
+    rope_type = scaling.pop("rope_type", legacy_type) or "default"
+    theta = thetas.pop()
+    if rope_type == "default":
+        return theta, None
+    if rope_type != "yarn":
+        raise UserError(f'{where}: rope_type is {rope_type!r}; "default" and "yarn" are implemented.')
+    for key in ("factor", "original_max_position_embeddings"):
+        if not scaling.get(key):
+            raise UserError(f'{where}: rope_type "yarn" needs "{key}" beside it, and it is missing.')
+    return theta, {"rope_type": "yarn", **scaling}
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Train Qwen3 or Qwen3-MoE: torchrun --nproc_per_node=N train.py [--config FILE.toml] [--flag value ...]"""
+
+    # A TOML file of these settings; a flag on the command line wins over it.
+    config: str | None = None
+
+    # Where weights come from: random, hub, or the folder of a published model.
+    init: str = "random"
+    # Architecture and tokenizer: a Hugging Face ID or a folder. Default: assets/tiny for random, Qwen/Qwen3-0.6B for
+    # hub.
+    model: str | None = None
+    # Branch, tag or commit on the hub. Default: main.
+    revision: str | None = None
+    # After loading weights, stop if the first loss is that of random ones. Off for folders of random weights.
+    load_check: bool = True
+
+    # Text files or globs, .txt or .jsonl with a "text" field; "sample" is the bundled text.
+    data: tuple[str, ...] = ("sample",)
+    # Tokens in a row.
+    seq_len: int = 512
+
+    # Optimizer steps. Default: 200, unless --epochs is given.
+    steps: int | None = None
+    # Passes over the data, instead of --steps.
+    epochs: float | None = None
+    # Rows a step, over all ranks.
+    global_batch_size: int = 8
+    # Rows a rank takes through the model at once. Default: its whole share of the step.
+    micro_batch_size: int | None = None
+    # Of random weights and of the order of the data.
+    seed: int = 0
+
+    # Peak learning rate. Default: 1e-3 for random weights, 1e-5 for published ones.
+    lr: float | None = None
+    # Learning rate at the end. Default: a tenth of --lr.
+    min_lr: float | None = None
+    # After warm-up: cosine to the minimum; wsd: constant, then linear to it over the last fifth; constant.
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    # Steps of linear warm-up. Default: a tenth of the steps, at most 100.
+    warmup_steps: int | None = None
+    # AdamW's, on matrices only.
+    weight_decay: float = 0.1
+    # AdamW's decay rates of the first and second moment.
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    # AdamW's epsilon.
+    adam_eps: float = 1e-8
+    # Gradients are scaled down to this norm; "inf" never scales.
+    max_grad_norm: float = 1.0
+    # Weight of the load-balancing loss; config takes config.json's; 0 does not compute it.
+    router_aux_loss_coef: float | Literal["config"] = 0.0
+    # Weight of the router's z-loss; 0 does not compute it.
+    router_z_loss_coef: float = 0.0
+
+    # Of compute; weights and optimizer stay fp32. auto: bf16 on accelerators, fp32 on CPU.
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    # Seconds that a collective waits for a missing rank.
+    dist_timeout: int = 600
+
+    # The run's folder. Default: a fresh runs/NAME-K.
+    out: str | None = None
+    # Steps from one console line to the next.
+    log_every: int = 10
+    # Write a verified Hugging Face folder, OUT/hf, at the end.
+    export: bool = True
+    # Largest safetensors file of the export.
+    max_shard_size: str = "5GB"
+
+    def __post_init__(self):
+        """Refuse what no run could use; what depends on ranks, model or data is checked by train.py."""
+        for name in _POSITIVE + _NOT_NEGATIVE:
+            value = getattr(self, name)
+            if value is None or value == "config":
+                continue
+            # `not >=` rather than `<`, so that nan is refused too.
+            if not value >= 0 or (name in _POSITIVE and value == 0):
+                expected = "more than 0" if name in _POSITIVE else "0 or more"
+                raise UserError(f"--{name.replace('_', '-')} is {value}; expected {expected}.")
+        if not all(0 <= beta < 1 for beta in self.adam_betas):
+            raise UserError(f"--adam-betas are {self.adam_betas}; expected two numbers from 0 up to, not including, 1.")
+        if self.steps is not None and self.epochs is not None:
+            raise UserError("--steps and --epochs are both given; either says how long to train. Remove one.")
+        parse_size(self.max_shard_size)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "5GB", "200MB", "1.5GiB" or a plain number. Raises UserError."""
+    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if not match or match[2].upper() not in units or float(match[1]) == 0:
+        raise UserError(f"{text!r} is not a size; write it as 5GB, 200MB or 1.5GiB.")
+    return int(float(match[1]) * units[match[2].upper()])
+
+
+def toml_to_argv(path: str) -> list[str]:
+    """A TOML file's settings as command-line arguments, so that both go through the same checks."""
+    try:
+        settings = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--config {path} cannot be read as TOML: {error}") from error
+    argv = []
+    for key, value in settings.items():
+        flag = key.replace("_", "-")
+        if isinstance(value, dict):
+            raise UserError(f"--config {path}: [{key}] is a table; expected only lines of the form flag = value.")
+        if isinstance(value, bool):
+            argv.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list):
+            argv += [f"--{flag}", *map(str, value)]
+        else:
+            argv += [f"--{flag}", str(value)]
+    return argv
+
+
+def parse_args(argv: list[str]) -> TrainConfig:
+    """TrainConfig from the command line. Help and errors are printed by one process; then every process exits."""
+    for position, argument in enumerate(argv):
+        if argument == "--config" and position + 1 < len(argv):
+            argv = toml_to_argv(argv[position + 1]) + argv
+        elif argument.startswith("--config="):
+            argv = toml_to_argv(argument.removeprefix("--config=")) + argv
+
+    def parse(console_outputs: bool) -> TrainConfig:
+        return tyro.cli(TrainConfig, prog="train.py", args=argv, console_outputs=console_outputs)
+
+    try:
+        return parse(console_outputs=False)
+    except SystemExit as quiet:
+
+        def tell() -> None:
+            with contextlib.suppress(SystemExit):
+                parse(console_outputs=True)
+
+        tell_once(" ".join(argv), tell)
+        sys.exit(quiet.code)

@@ -1,0 +1,76 @@
+"""Linear layer + cross-entropy in one, without ever holding the [N, V] logits.
+
+    summed = linear_cross_entropy(hidden, weight, labels)    # hidden [N, H], weight [V, H], labels [N]
+
+With a vocabulary of 151,936 the fp32 logits of 8,192 tokens are 5 GB, and their gradient as much again. So the tokens
+are taken in chunks, and the gradients of a chunk are formed while its logits are at hand: three matmuls in all, as
+many as an unchunked loss needs, where recomputing the logits in backward would cost a fourth.
+"""
+
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100  # the label of a position that is not supervised; PyTorch's and Hugging Face's convention
+
+# fp32 logits of one chunk: large enough that the matmuls are efficient, small beside the weights they come from.
+_CHUNK_BYTES = 256 * 2**20
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Sum over supervised tokens of -log softmax(hidden @ weight.T)[label], as an fp32 scalar.
+
+    hidden: [N, H], weight: [V, H] of the same dtype; the logits are taken to fp32 before the softmax.
+    labels: [N], integers in [0, V) or IGNORE_INDEX, whose rows get exactly zero gradient.
+    With no supervised token the sum is 0 and every gradient is zero: never NaN.
+    """
+    return _LinearCrossEntropy.apply(hidden, weight, labels)
+
+
+def count_supervised(labels: Tensor) -> Tensor:
+    """Number of labels that are not IGNORE_INDEX, as an int32 scalar on the labels' device."""
+    return (labels != IGNORE_INDEX).sum(dtype=torch.int32)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        num_tokens, vocab_size = hidden.shape[0], weight.shape[0]
+        chunk = max(1, min(num_tokens, _CHUNK_BYTES // (4 * vocab_size)))
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        hidden_grad = torch.empty_like(hidden) if needs_hidden else None
+        # fp32, because it sums over chunks.
+        weight_grad = (
+            torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if needs_weight else None
+        )
+        total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        for start in range(0, num_tokens, chunk):
+            rows = slice(start, start + chunk)
+            hidden_chunk, labels_chunk = hidden[rows], labels[rows]
+            logits = (hidden_chunk @ weight.T).to(total.dtype)
+            supervised = labels_chunk != IGNORE_INDEX
+            target = labels_chunk.clamp(min=0)[:, None]
+            logsumexp = torch.logsumexp(logits, dim=-1, keepdim=True)
+            losses = (logsumexp - logits.gather(1, target)).squeeze(1)
+            total += torch.where(supervised, losses, 0).sum()
+            if not (needs_hidden or needs_weight):
+                continue
+            # d loss / d logits = softmax - one_hot(label), and zero on the rows that are not supervised.
+            logits_grad = logits.sub_(logsumexp).exp_()
+            logits_grad.scatter_add_(1, target, torch.full_like(losses, -1)[:, None])
+            logits_grad = torch.where(supervised[:, None], logits_grad, 0).to(hidden.dtype)
+            if needs_hidden:
+                hidden_grad[rows] = logits_grad @ weight
+            if needs_weight and weight_grad.dtype == hidden.dtype:
+                weight_grad.addmm_(logits_grad.T, hidden_chunk)
+            elif needs_weight:
+                weight_grad += logits_grad.T @ hidden_chunk
+        ctx.hidden_grad = hidden_grad
+        ctx.weight_grad = weight_grad.to(weight.dtype) if needs_weight else None
+        return total
+
+    @staticmethod
+    def backward(ctx, total_grad: Tensor):
+        # Scaling in place spares a second copy of [V, H]; the gradients belong to this node alone.
+        hidden_grad = ctx.hidden_grad.mul_(total_grad) if ctx.hidden_grad is not None else None
+        weight_grad = ctx.weight_grad.mul_(total_grad) if ctx.weight_grad is not None else None
+        return hidden_grad, weight_grad, None

@@ -1,0 +1,311 @@
+"""Mixture of experts: router, dispatch to slots, experts, combine, load balance.
+
+One formulation serves every device. A *slot* is a row of the buffer that the experts work on. Each expert owns a run
+of consecutive slots, padded up to a multiple of `block`, and the number of slots S is a bound that depends on shapes
+alone: nothing is ever dropped, no size depends on the data, and the host is never asked.
+
+    weights, expert_ids = route(logits, k, norm_topk_prob)                  # [N, k] fp32, [N, k]
+    slots = assign_slots(expert_ids, num_experts, block)                    # who sits where
+    y, _, _ = moe_experts(x, slots..., gate_proj, up_proj, down_proj)       # [S, H]
+    out = combine(y, weights, slots)                                        # [N, H], by gather: no scatter-add
+
+Shape letters: N tokens, H hidden, I intermediate, E experts, k experts per token, S slots.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
+
+from qwen3_trn.config import Qwen3Config
+
+
+class RouterStats(NamedTuple):
+    """Sums over the valid tokens of one micro-batch on this rank; one layer's, or stacked over the MoE layers."""
+
+    tokens_per_expert: Tensor  # [E] fp32, without gradient; sums to (valid tokens) * k
+    prob_per_expert: Tensor  # [E] fp32: summed softmax probabilities, with gradient
+    logsumexp_squared: Tensor  # [] fp32: for the z-loss, with gradient
+    entropy: Tensor  # [] fp32, nats, without gradient
+    num_tokens: Tensor  # [] fp32: valid tokens
+
+
+class Slots(NamedTuple):
+    """Where each of the N*k choices sits. int32 indices."""
+
+    choice_of_slot: Tensor  # [S]: n * k + j, or N * k for a pad slot
+    slot_of_choice: Tensor  # [N, k]: the slot, or S for a choice that goes to no expert here
+    group_ends: Tensor  # [E]: expert e's slots end here (exclusive) and begin where the previous expert's end
+
+
+def route(logits: Tensor, num_experts_per_tok: int, norm_topk_prob: bool) -> tuple[Tensor, Tensor]:
+    """Softmax over all experts, then the k largest, then (norm_topk_prob) rescaled to sum to 1.
+
+    logits: [N, E] fp32. Returns weights [N, k] fp32 and expert ids [N, k] int32, as transformers' Qwen3MoeTopKRouter.
+    """
+    probs = logits.softmax(dim=-1)
+    # Gathering by int32 ids, rather than using topk's values, keeps 64-bit indices out of backward.
+    expert_ids = probs.detach().topk(num_experts_per_tok, dim=-1).indices.int()
+    weights = probs.gather(1, expert_ids)
+    if norm_topk_prob:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights, expert_ids
+
+
+def num_slots(num_tokens: int, k: int, num_experts: int, block: int) -> int:
+    """The static bound S: every choice fits, and so does each expert's padding, whatever the routing."""
+    rows = num_tokens * min(k, num_experts) + num_experts * (block - 1)
+    return -(-rows // block) * block
+
+
+@torch.no_grad()
+def assign_slots(expert_ids: Tensor, num_experts: int, block: int) -> Slots:
+    """Give every choice a slot, expert by expert, in token order. expert_ids: [N, k]; an id of E means no expert."""
+    num_tokens, k = expert_ids.shape
+    size = num_slots(num_tokens, k, num_experts, block)
+    flat = expert_ids.flatten()
+    order = flat.argsort(stable=True).int()
+    sorted_ids = flat[order]
+    # Of the sorted choices, expert e's are [starts[e], starts[e + 1]); those of id E come last and get no slot.
+    starts = torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, device=flat.device, dtype=torch.int32)).int()
+    padded = (starts.diff() + block - 1) // block * block
+    group_ends = padded.cumsum(0, dtype=torch.int32)
+    group_starts = F.pad(group_ends, (1, 0))
+    rank_in_group = torch.arange(flat.numel(), device=flat.device, dtype=torch.int32) - starts[sorted_ids]
+    slot = torch.where(sorted_ids < num_experts, group_starts[sorted_ids] + rank_in_group, size).int()
+    slot_of_choice = torch.empty_like(slot).scatter_(0, order, slot)
+    # Choices without a slot all write the extra last element, which is then cut off.
+    choice_of_slot = torch.full((size + 1,), flat.numel(), device=flat.device, dtype=torch.int32)
+    choice_of_slot = choice_of_slot.scatter_(0, slot, order)[:size]
+    return Slots(choice_of_slot, slot_of_choice.view(num_tokens, k), group_ends)
+
+
+def _gather_rows(x: Tensor, index: Tensor) -> Tensor:
+    """x[index] by rows, where an index past the end gives a zero row. x: [R, H], index: [...] int32 -> [..., H]."""
+    inside = index < x.shape[0]
+    rows = x.index_select(0, torch.where(inside, index, 0).flatten()).view(*index.shape, -1)
+    return torch.where(inside[..., None], rows, 0)
+
+
+def _grouped_mm(a: Tensor, b: Tensor, group_ends: Tensor) -> Tensor:
+    """One matmul a group. a: [S, K] with b: [E, K, M] -> [S, M]; or a: [K, S] with b: [S, M] -> [E, K, M].
+
+    Rows of the result past the last group are undefined.
+    """
+    strides = [stride for t in (a, b) for stride in t.stride() if stride != 1]
+    if a.dtype in (torch.float32, torch.bfloat16) and all(s * a.element_size() % 16 == 0 for s in strides):
+        return torch._grouped_mm(a, b, offs=group_ends)
+    # fp64, and widths that are not a multiple of 16 bytes, which torch._grouped_mm refuses.
+    ends = group_ends.tolist()
+    groups = list(zip([0, *ends[:-1]], ends, strict=True))
+    if b.dim() == 2:
+        return torch.stack([a[:, start:end] @ b[start:end] for start, end in groups])
+    out = a.new_zeros(a.shape[0], b.shape[2])
+    for expert, (start, end) in enumerate(groups):
+        out[start:end] = a[start:end] @ b[expert]
+    return out
+
+
+@torch.library.custom_op("qwen3_trn::moe_experts", mutates_args=())
+def moe_experts(
+    x: Tensor,
+    choice_of_slot: Tensor,
+    slot_of_choice: Tensor,
+    group_ends: Tensor,
+    gate_proj: Tensor,
+    up_proj: Tensor,
+    down_proj: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The SwiGLU experts on their slots: down(silu(gate(x)) * up(x)).
+
+    x: [N, H]; the indices are `Slots`; gate_proj and up_proj: [E, I, H], down_proj: [E, H, I].
+    Returns y [S, H] and what backward needs, gate and up [S, I]. Rows past the last group are undefined.
+    An opaque operation, so that compile, meta tensors and recomputation see one node.
+    """
+    slots_x = _gather_rows(x, choice_of_slot // slot_of_choice.shape[1])
+    gate = _grouped_mm(slots_x, gate_proj.transpose(1, 2), group_ends)
+    up = _grouped_mm(slots_x, up_proj.transpose(1, 2), group_ends)
+    y = _grouped_mm(F.silu(gate) * up, down_proj.transpose(1, 2), group_ends)
+    return y, gate, up
+
+
+@moe_experts.register_fake
+def _(x, choice_of_slot, slot_of_choice, group_ends, gate_proj, up_proj, down_proj):
+    size, intermediate = choice_of_slot.shape[0], gate_proj.shape[1]
+    return x.new_empty(size, x.shape[1]), x.new_empty(size, intermediate), x.new_empty(size, intermediate)
+
+
+@torch.library.custom_op("qwen3_trn::moe_experts_backward", mutates_args=())
+def moe_experts_backward(
+    y_grad: Tensor,
+    x: Tensor,
+    choice_of_slot: Tensor,
+    slot_of_choice: Tensor,
+    group_ends: Tensor,
+    gate_proj: Tensor,
+    up_proj: Tensor,
+    down_proj: Tensor,
+    gate: Tensor,
+    up: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, gate_proj, up_proj and down_proj; an expert without tokens gets zeros."""
+    y_grad = y_grad.contiguous()
+    slots_x = _gather_rows(x, choice_of_slot // slot_of_choice.shape[1])
+    sigmoid = gate.sigmoid()
+    silu = gate * sigmoid
+    act_grad = _grouped_mm(y_grad, down_proj, group_ends)
+    down_grad = _grouped_mm(y_grad.T, silu * up, group_ends)
+    up_out_grad = act_grad * silu
+    gate_out_grad = act_grad * up * (sigmoid + silu - silu * sigmoid)
+    gate_grad = _grouped_mm(gate_out_grad.T, slots_x, group_ends)
+    up_grad = _grouped_mm(up_out_grad.T, slots_x, group_ends)
+    slots_x_grad = _grouped_mm(gate_out_grad, gate_proj, group_ends) + _grouped_mm(up_out_grad, up_proj, group_ends)
+    # A token's gradient is the sum over its k slots: a gather, where the transpose of a gather would scatter-add.
+    x_grad = sum(
+        _gather_rows(slots_x_grad, slot).to(torch.promote_types(x.dtype, torch.float32)) for slot in slot_of_choice.T
+    )
+    return x_grad.to(x.dtype), gate_grad, up_grad, down_grad
+
+
+@moe_experts_backward.register_fake
+def _(y_grad, x, choice_of_slot, slot_of_choice, group_ends, gate_proj, up_proj, down_proj, gate, up):
+    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, gate_proj, up_proj, down_proj))
+
+
+def _save_for_backward(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs, *output[1:])
+
+
+def _moe_experts_autograd(ctx, y_grad: Tensor, _gate_grad, _up_grad):
+    x_grad, *weight_grads = moe_experts_backward(y_grad, *ctx.saved_tensors)
+    return x_grad, None, None, None, *weight_grads
+
+
+moe_experts.register_autograd(_moe_experts_autograd, setup_context=_save_for_backward)
+
+
+@register_flop_formula(torch.ops.qwen3_trn.moe_experts)
+def _moe_experts_flops(x, choice_of_slot, slot_of_choice, group_ends, gate_proj, *args, **kwargs) -> int:
+    """Of the matmuls on all S slots, padding included: three of [S, H] x [H, I]."""
+    return 3 * 2 * choice_of_slot[0] * gate_proj[1] * gate_proj[2]
+
+
+@register_flop_formula(torch.ops.qwen3_trn.moe_experts_backward)
+def _moe_experts_backward_flops(
+    y_grad, x, choice_of_slot, slot_of_choice, group_ends, gate_proj, *args, **kwargs
+) -> int:
+    return 6 * 2 * choice_of_slot[0] * gate_proj[1] * gate_proj[2]
+
+
+class _Combine(torch.autograd.Function):
+    """out[n] = sum over j of weights[n, j] * y[slot_of_choice[n, j]], in fp32; backward gathers too."""
+
+    @staticmethod
+    def forward(ctx, y: Tensor, weights: Tensor, choice_of_slot: Tensor, slot_of_choice: Tensor) -> Tensor:
+        ctx.save_for_backward(y, weights, choice_of_slot, slot_of_choice)
+        out = 0
+        for j in range(weights.shape[1]):
+            out = out + weights[:, j, None] * _gather_rows(y, slot_of_choice[:, j])
+        return out.to(y.dtype)
+
+    @staticmethod
+    def backward(ctx, out_grad: Tensor):
+        y, weights, choice_of_slot, slot_of_choice = ctx.saved_tensors
+        k = weights.shape[1]
+        weight_of_slot = _gather_rows(weights.reshape(-1, 1), choice_of_slot)
+        y_grad = (weight_of_slot * _gather_rows(out_grad, choice_of_slot // k)).to(y.dtype)
+        out_grad = out_grad.to(weights.dtype)
+        weights_grad = [(out_grad * _gather_rows(y, slot_of_choice[:, j])).sum(-1) for j in range(k)]
+        return y_grad, torch.stack(weights_grad, dim=1), None, None
+
+
+def combine(y: Tensor, weights: Tensor, slots: Slots) -> Tensor:
+    """Each token's weighted sum of its experts' rows. y: [S, H], weights: [N, k] -> [N, H] in y's dtype."""
+    return _Combine.apply(y, weights, slots.choice_of_slot, slots.slot_of_choice)
+
+
+class Experts(nn.Module):
+    """The weights of all experts of a layer, stacked; Hugging Face's per-expert names without the index."""
+
+    def __init__(self, config: Qwen3Config):
+        super().__init__()
+        self.num_experts = config.num_experts
+        wide = (config.num_experts, config.moe_intermediate_size, config.hidden_size)
+        self.gate_proj = nn.Parameter(torch.empty(wide))
+        self.up_proj = nn.Parameter(torch.empty(wide))
+        self.down_proj = nn.Parameter(torch.empty(wide[0], wide[2], wide[1]))
+
+    def forward(self, x: Tensor, slots: Slots) -> Tensor:
+        """x: [N, H] -> [S, H]."""
+        return moe_experts(x, *slots, self.gate_proj, self.up_proj, self.down_proj)[0]
+
+
+class MoE(nn.Module):
+    """Router and experts of one layer, in the place of the dense MLP."""
+
+    block = 1  # rows that an expert's slots are padded to a multiple of
+
+    def __init__(self, config: Qwen3Config):
+        super().__init__()
+        self.num_experts_per_tok = config.num_experts_per_tok
+        self.norm_topk_prob = config.norm_topk_prob
+        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.experts = Experts(config)
+
+    def forward(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, RouterStats]:
+        """x: [B, T, H]; valid: [B, T] bool, False for padding, which goes to no expert; None means all are valid."""
+        tokens = x.flatten(0, 1)
+        num_experts = self.experts.num_experts
+        router_dtype = torch.promote_types(x.dtype, torch.float32)
+        logits = F.linear(tokens.to(router_dtype), self.gate.weight.to(router_dtype))
+        weights, expert_ids = route(logits, self.num_experts_per_tok, self.norm_topk_prob)
+        valid = torch.ones_like(logits[:, 0], dtype=torch.bool) if valid is None else valid.flatten()
+        expert_ids = torch.where(valid[:, None], expert_ids, num_experts)
+        slots = assign_slots(expert_ids, num_experts, self.block)
+        out = combine(self.experts(tokens, slots), weights, slots)
+        return out.view_as(x), router_stats(logits, expert_ids, valid)
+
+    # The names by which torchtitan's `apply_fsdp_to_decoder` finds the experts' weights.
+    @property
+    def routed_experts(self) -> nn.Module:
+        return self
+
+    @property
+    def inner_experts(self) -> nn.Module:
+        return self.experts
+
+
+def router_stats(logits: Tensor, expert_ids: Tensor, valid: Tensor) -> RouterStats:
+    """logits: [N, E] fp32, expert_ids: [N, k] with E where not valid, valid: [N] bool."""
+    mask = valid.to(logits.dtype)
+    log_probs = logits.log_softmax(dim=-1)
+    probs = log_probs.exp()
+    choices = expert_ids.flatten()
+    counts = logits.new_zeros(logits.shape[1] + 1).index_add_(0, choices, torch.ones_like(choices, dtype=logits.dtype))
+    return RouterStats(
+        tokens_per_expert=counts[:-1],
+        prob_per_expert=mask @ probs,
+        logsumexp_squared=mask @ logits.logsumexp(dim=-1).square(),
+        entropy=-(mask @ (probs * log_probs).sum(-1)).detach(),
+        num_tokens=mask.sum(),
+    )
+
+
+def balance_loss(stats: RouterStats, global_stats: RouterStats) -> Tensor:
+    """This rank's share of the load-balancing loss; the shares of all data ranks sum to it.
+
+    `stats` are this rank's, stacked over the MoE layers; `global_stats` their sum over the data ranks. The loss is
+    E * sum_e f_e * P_e with f_e the choices of expert e and P_e its mean probability, both per token and pooled over
+    layers and valid tokens: transformers' `load_balancing_loss_func`, after Switch Transformer, arXiv 2101.03961,
+    equations 4 to 6.
+    """
+    rows = global_stats.num_tokens.sum()
+    fractions = global_stats.tokens_per_expert.sum(0) / rows
+    return fractions.shape[0] * (fractions.detach() * stats.prob_per_expert.sum(0) / rows).sum()
+
+
+def z_loss(stats: RouterStats, global_stats: RouterStats) -> Tensor:
+    """This rank's share of the mean squared logsumexp of the router's logits (ST-MoE, arXiv 2202.08906, equation 5)."""
+    return stats.logsumexp_squared.sum() / global_stats.num_tokens.sum()

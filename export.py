@@ -81,6 +81,8 @@ def export(source: Path, folder: Path, dtype: torch.dtype, max_shard_bytes: int)
         (unfinished / "README.md").write_text(card, encoding="utf-8")
         written = HFFolder(unfinished)
         written.check(config, shapes)
+        if Qwen3Config.from_pretrained(unfinished) != config:
+            raise RuntimeError(f"export: {unfinished / 'config.json'} describes another model than {source} holds")
         num_tensors = verify_values(written, shapes, read, dtype)
         verify_logits(written, config, read, dtype)
         total_bytes = sum(path.stat().st_size for path in unfinished.iterdir())

@@ -4,8 +4,9 @@
     python assets/make_tiny.py /tmp/tiny    # the same files somewhere else
 
 `--init random --data sample` trains on these files, with nothing downloaded. The same program writes the same bytes.
-The text is about 3,000 very short stories. What a tiny model can learn from them shows in what it writes: names, pets
-and colours recur within a story, verbs and pronouns agree, counts come out right, and some facts never change.
+The text is about 2,700 documents, each of one to three very short stories about the same two people. What a tiny model
+can learn shows in what it writes: names, pets and colours recur within a story, nouns and pronouns agree, counts come
+out right, and some facts never change.
 """
 
 import json
@@ -18,13 +19,12 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 SEED = 0
 SAMPLE_CHARS = 1_000_000
-NUM_BPE_TOKENS = 900  # and five added ones: fewer than the model's 1,024 rows, as in the released models
+MAX_BPE_TOKENS = 900  # with five added tokens fewer than the model's 1,024 rows, as in the released models
 SEPARATOR = "<|endoftext|>"
 
-HE, SHE = ("he", "his", "him"), ("she", "her", "her")
-PEOPLE = dict.fromkeys(
-    ["Anna", "Clara", "Ella", "Grace", "Iris", "Kate", "Mia", "Olga", "Rosa", "Tess"], SHE
-) | dict.fromkeys(["Ben", "Dan", "Finn", "Hugo", "Jack", "Leo", "Noah", "Paul", "Sam", "Will"], HE)
+WOMEN = ["Anna", "Clara", "Ella", "Grace", "Iris", "Kate", "Mia", "Olga", "Rosa", "Tess"]
+MEN = ["Ben", "Dan", "Finn", "Hugo", "Jack", "Leo", "Noah", "Paul", "Sam", "Will"]
+PEOPLE = dict.fromkeys(WOMEN, ("she", "her", "her")) | dict.fromkeys(MEN, ("he", "his", "him"))
 COLOURS = ["red", "blue", "green", "yellow", "white", "black", "brown", "grey"]
 THINGS = {  # singular: plural
     "apple": "apples", "ball": "balls", "book": "books", "box": "boxes", "cup": "cups", "drum": "drums", "egg": "eggs",
@@ -94,7 +94,7 @@ def capital(text: str) -> str:
 def tell_lost_thing(dice: Dice, owner: str, helper: str) -> str:
     he, his, _ = PEOPLE[owner]
     thing, colour = dice.pick(THINGS), dice.pick(COLOURS)
-    *wrong, right = dice.pick_some(PLACES + HIDING_PLACES, dice.number(2, 4))
+    *wrong, right = dice.pick_some(PLACES + HIDING_PLACES, dice.number(2, 3))
     lines = [f"{dice.pick(OPENINGS)}, {owner} lost {his} {colour} {thing}."]
     for place in wrong:
         lines.append(f"{capital(he)} looked {place}, but the {thing} was not there.")
@@ -126,7 +126,7 @@ def tell_counting(dice: Dice, counter: str, other: str) -> str:
 
 
 def tell_questions(dice: Dice, asker: str, teller: str) -> str:
-    count = dice.number(2, 4)
+    count = dice.number(2, 3)
     things, colours = dice.pick_some(THINGS, count), dice.pick_some(COLOURS, count)
     places = dice.pick_some(PLACES + HIDING_PLACES, count)
     facts = [f"The {colours[i]} {things[i]} is {places[i]}." for i in range(count)]
@@ -218,7 +218,10 @@ def make_tokenizer(documents: Sequence[str]) -> Tokenizer:
     """A byte-level BPE built like Qwen3's: NFC, its splitting rule, the added tokens after the vocabulary."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
-    split = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    split = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
     byte_level = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(split), behavior="isolated"), pre_tokenizers.ByteLevel(**byte_level)]
@@ -226,7 +229,7 @@ def make_tokenizer(documents: Sequence[str]) -> Tokenizer:
     tokenizer.post_processor = processors.ByteLevel(**byte_level)
     tokenizer.decoder = decoders.ByteLevel(**byte_level)
     trainer = trainers.BpeTrainer(
-        vocab_size=NUM_BPE_TOKENS,
+        vocab_size=MAX_BPE_TOKENS,
         min_frequency=2,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all 256 bytes: no text is out of vocabulary
         show_progress=False,

@@ -30,7 +30,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -54,7 +54,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("QWEN3_TRN_CACHE") or user_cache / "qwen3_trn")
 
 
-# --- files to documents -----------------------------------------------------------------------------------------------
+# --- files to documents ---
 
 
 def find_files(patterns: Sequence[str]) -> list[Path]:
@@ -76,10 +76,12 @@ def find_files(patterns: Sequence[str]) -> list[Path]:
         files += matches
     if not files:
         raise UserError("--data is empty; expected .txt or .jsonl files, globs, or `sample`.")
+    unique: dict[Path, Path] = {}
     for file in files:
         if file.suffix.lower() not in (".txt", ".jsonl"):
             raise UserError(f"{file}: cannot read {file.suffix!r} files; expected .txt, or .jsonl with a `text` field.")
-    return list(dict.fromkeys(file.resolve() for file in files))
+        unique.setdefault(file.resolve(), file)
+    return list(unique.values())
 
 
 def _read_lines(file: Path, progress: tqdm) -> Iterator[tuple[int, str]]:
@@ -128,7 +130,7 @@ def _read_jsonl(file: Path, progress: tqdm) -> Iterator[tuple[str, bool]]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = json.loads(line.rstrip())
         except json.JSONDecodeError as error:
             raise UserError(
                 f"{file}:{number}: not JSON: {error.msg} (column {error.colno}); expected one object a line."
@@ -161,15 +163,15 @@ def _read_batches(file: Path, progress: tqdm) -> Iterator[list[tuple[str, bool]]
         yield batch
 
 
-# --- documents to a cache of tokens -----------------------------------------------------------------------------------
+# --- documents to a cache of tokens ---
 
 
 def tokenize(files: Sequence[Path], tokenizer_dir: Path, cache_dir: Path) -> Path:
-    """The folder under `cache_dir` that holds the tokens of `files`; made now if these contents have none yet.
+    """The folder `cache_dir`/KEY with the tokens of `files`, made now unless these contents already have one.
 
-    tokens.bin: int32 [num_tokens], document_offsets.bin: int64 [num_documents + 1], meta.json: counts and the largest
-    token id. The folder appears only when complete. Special tokens written out in a text become those tokens.
-    Raises UserError for files or a tokenizer that cannot be read.
+    It holds tokens.bin, int32 [num_tokens]; document_offsets.bin, int64 [num_documents + 1]; and meta.json. It appears
+    only when complete. A special token that is spelled out in a text becomes that token.
+    Raises UserError for files or a tokenizer that cannot be read. One process calls this; the others wait for it.
     """
     key = _cache_key(files, tokenizer_dir)
     cache = cache_dir / key
@@ -179,7 +181,10 @@ def tokenize(files: Sequence[Path], tokenizer_dir: Path, cache_dir: Path) -> Pat
     partial = cache_dir / f"partial-{key}-{uuid.uuid4().hex}"
     partial.mkdir(parents=True)
     try:
-        _write_cache(files, tokenizer, end_of_text, partial)
+        meta = {"key": key, **_write_tokens(files, tokenizer, end_of_text, partial)}
+        (partial / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+        for path in [*partial.iterdir(), partial]:
+            _fsync(path)
         try:
             partial.rename(cache)
         except OSError:
@@ -193,7 +198,7 @@ def tokenize(files: Sequence[Path], tokenizer_dir: Path, cache_dir: Path) -> Pat
 
 def _cache_key(files: Sequence[Path], tokenizer_dir: Path) -> str:
     tokenizer_files = [tokenizer_dir / name for name in TOKENIZER_FILES if (tokenizer_dir / name).exists()]
-    if not tokenizer_files:
+    if not {"tokenizer.json", "vocab.json"} & {file.name for file in tokenizer_files}:
         raise UserError(f"{tokenizer_dir} holds no tokenizer; expected tokenizer.json and tokenizer_config.json.")
     key = hashlib.sha256(f"format {CACHE_FORMAT}\n".encode())
     for name, file in [(file.name, file) for file in tokenizer_files] + [(file.suffix.lower(), file) for file in files]:
@@ -206,14 +211,18 @@ def _load_tokenizer(folder: Path):
     """The tokenizer, and the id of its end-of-text token."""
     from transformers import AutoTokenizer  # here, because it takes seconds
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # whatever a damaged file makes transformers raise
+        raise UserError(f"the tokenizer in {folder} cannot be loaded: {error!r}.") from error
     end_of_text = tokenizer.get_vocab().get(END_OF_TEXT, tokenizer.eos_token_id)
     if end_of_text is None:
         raise UserError(f"the tokenizer in {folder} has neither {END_OF_TEXT} nor an eos_token to end documents with.")
     return tokenizer, end_of_text
 
 
-def _write_cache(files: Sequence[Path], tokenizer, end_of_text: int, folder: Path) -> None:
+def _write_tokens(files: Sequence[Path], tokenizer, end_of_text: int, folder: Path) -> dict[str, Any]:
+    """Write tokens.bin and document_offsets.bin; returns their counts and the largest token id."""
     offsets = array("q", [0])
     num_tokens, max_token_id, max_token_file = 0, -1, ""
     num_bytes = sum(file.stat().st_size for file in files)
@@ -224,29 +233,24 @@ def _write_cache(files: Sequence[Path], tokenizer, end_of_text: int, folder: Pat
         for file in files:
             for batch in _read_batches(file, progress):
                 texts = [text for text, _ in batch]
-                token_ids = tokenizer(
-                    texts, add_special_tokens=False, return_attention_mask=False, verbose=False
-                ).input_ids
-                for ids, (_, ends_document) in zip(token_ids, batch, strict=True):
+                encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+                for ids, (_, ends_document) in zip(encoded.input_ids, batch, strict=True):
                     if ends_document:
                         ids.append(end_of_text)
                     num_tokens += len(ids)
                     if ends_document:
                         offsets.append(num_tokens)
-                tokens = np.fromiter(chain.from_iterable(token_ids), np.int32)
+                tokens = np.fromiter(chain.from_iterable(encoded.input_ids), np.int32)
                 tokens.tofile(output)
                 if tokens.max() > max_token_id:
                     max_token_id, max_token_file = int(tokens.max()), str(file)
     (folder / "document_offsets.bin").write_bytes(offsets.tobytes())
-    meta = {
+    return {
         "num_tokens": num_tokens,
         "num_documents": len(offsets) - 1,
         "max_token_id": max_token_id,
         "max_token_file": max_token_file,
     }
-    (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-    for path in [*folder.iterdir(), folder]:
-        _fsync(path)
 
 
 def _fsync(path: Path) -> None:
@@ -255,7 +259,7 @@ def _fsync(path: Path) -> None:
     os.close(descriptor)
 
 
-# --- tokens to packed rows --------------------------------------------------------------------------------------------
+# --- tokens to packed rows ---
 
 
 class Rows(NamedTuple):
@@ -275,10 +279,11 @@ class PackedText:
 
     def __init__(self, cache: Path, seq_len: int, seed: int):
         meta = json.loads((cache / "meta.json").read_text())
+        self.key: str = meta["key"]  # the same for the same files and tokenizer only
         self.num_tokens: int = meta["num_tokens"]
         self.num_documents: int = meta["num_documents"]
         self.max_token_id: int = meta["max_token_id"]
-        self.max_token_file: str = meta["max_token_file"]
+        self.max_token_file: str = meta["max_token_file"]  # the file that holds max_token_id
         self.seq_len = seq_len
         self.seed = seed
         self.rows_per_epoch = -(-self.num_tokens // seq_len)
@@ -297,7 +302,7 @@ class PackedText:
         begin = row_order[index] * self.seq_len
         end = min(begin + self.seq_len, self.num_tokens)
 
-        # starts[d] is where the epoch's d-th document starts in its stream. The row holds documents first to last - 1.
+        # The row holds tokens begin to end - 1 of the epoch's stream, from the stream's documents first to last - 1.
         first = np.searchsorted(starts, begin, side="right") - 1
         last = np.searchsorted(starts, end, side="left")
         starts, stops = starts[first:last], starts[first + 1 : last + 1]
@@ -307,7 +312,6 @@ class PackedText:
         source = stream + shifts[document_ids]
 
         is_last = stream + 1 == stops[document_ids]
-
         length = end - begin
         row = Rows(
             input_ids=np.zeros(self.seq_len, np.int32),

@@ -48,8 +48,10 @@ class Device:
     def start(self, local_rank: int, local_world_size: int) -> None:
         """Take this process's device (after the process group is up), or its share of the CPU's cores."""
         if self.type == "cpu":
-            # torchrun sets OMP_NUM_THREADS=1 for more than one process, which leaves most cores idle.
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
+            # For more than one process torchrun sets OMP_NUM_THREADS=1, which leaves most cores idle. Another value is
+            # the user's choice.
+            if os.environ.get("OMP_NUM_THREADS") in (None, "1" if local_world_size > 1 else None):
+                torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
         elif torch.accelerator.device_count() > 1:
             torch.accelerator.set_device_index(local_rank)
 

@@ -53,24 +53,24 @@ class RunLog:
 
         mfu and dead_experts are shares (0 to 1). What is not finite is null in metrics.jsonl.
         """
-        now = time.monotonic()
         if self.started is None:
             self._open(step)
-            self.started = now, step
+            self.started = time.monotonic(), step
         record = {"step": step} | {key: _strict(value) for key, value in values.items()}
-        self.file.write(json.dumps(record, allow_nan=False) + "\n")
+        self.file.write(json.dumps(record) + "\n")
         for key, value in values.items():
             if isinstance(value, list) and value:
-                for of_layers in (min, fmean, max):
-                    self.tensorboard.add_scalar(f"{key}/{of_layers.__name__}", of_layers(value), step)
+                for name, of_layers in (("min", min), ("mean", fmean), ("max", max)):
+                    self.tensorboard.add_scalar(f"{key}/{name}", of_layers(value), step)
             elif isinstance(value, int | float):
                 self.tensorboard.add_scalar(key, value, step)
-        self.tensorboard.flush()
 
         columns = [text(values[key]) for key, text in COLUMNS.items() if values.get(key) not in (None, [])]
         started, first_step = self.started
         if step > first_step:
-            columns.append(f"eta {format_duration((self.total_steps - step) * (now - started) / (step - first_step))}")
+            seconds_a_step = (time.monotonic() - started) / (step - first_step)
+            seconds_left = round(seconds_a_step * (self.total_steps - step))
+            columns.append(f"eta {datetime.timedelta(seconds=seconds_left)}")
         width = len(str(self.total_steps))
         print(f"step {step:{width}}/{self.total_steps}", *columns, sep="  ", flush=True)
 
@@ -201,12 +201,3 @@ def _scale(number: float, units: tuple[str, ...]) -> tuple[str, str]:
     while number / 1000**power >= 999.95 and power < len(units) - 1:
         power += 1
     return f"{number / 1000**power:.1f}", units[power]
-
-
-def format_duration(seconds: float) -> str:
-    """3725 -> "1h02m", 250 -> "4m10s", 9 -> "9s"."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}h{minutes:02}m"
-    return f"{minutes}m{seconds:02}s" if minutes else f"{seconds}s"

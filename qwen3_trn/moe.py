@@ -94,10 +94,10 @@ def _grouped_mm(a: Tensor, b: Tensor, group_ends: Tensor) -> Tensor:
 
     Rows of the result past the last group are undefined.
     """
-    strides = [stride for t in (a, b) for stride in t.stride() if stride != 1]
+    strides = [stride for t in (a, b) for stride in t.stride() if stride != 1] + [b.shape[-1]]
     if a.dtype in (torch.float32, torch.bfloat16) and all(s * a.element_size() % 16 == 0 for s in strides):
         return torch._grouped_mm(a, b, offs=group_ends)
-    # fp64, and widths that are not a multiple of 16 bytes, which torch._grouped_mm refuses.
+    # fp64, and widths that are not a multiple of 16 bytes, which torch._grouped_mm refuses or pads.
     ends = group_ends.tolist()
     groups = list(zip([0, *ends[:-1]], ends, strict=True))
     if b.dim() == 2:
@@ -301,11 +301,11 @@ def balance_loss(stats: RouterStats, global_stats: RouterStats) -> Tensor:
     layers and valid tokens: transformers' `load_balancing_loss_func`, after Switch Transformer, arXiv 2101.03961,
     equations 4 to 6.
     """
-    rows = global_stats.num_tokens.sum()
+    rows = global_stats.num_tokens.sum().clamp(min=1)  # a batch of nothing but padding
     fractions = global_stats.tokens_per_expert.sum(0) / rows
     return fractions.shape[0] * (fractions.detach() * stats.prob_per_expert.sum(0) / rows).sum()
 
 
 def z_loss(stats: RouterStats, global_stats: RouterStats) -> Tensor:
     """This rank's share of the mean squared logsumexp of the router's logits (ST-MoE, arXiv 2202.08906, equation 5)."""
-    return stats.logsumexp_squared.sum() / global_stats.num_tokens.sum()
+    return stats.logsumexp_squared.sum() / global_stats.num_tokens.sum().clamp(min=1)

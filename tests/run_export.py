@@ -31,7 +31,7 @@ def main() -> None:
         parameters = dict(model.named_parameters())
         init_weights(parameters, std=0.1, seed=1)
         generator = torch.Generator().manual_seed(launch.RANK)
-        for name, parameter in parameters.items():
+        for parameter in parameters.values():
             if parameter.dim() == 1:  # norms of ones and biases of zeros would hide a mix-up
                 local = parameter.to_local().detach()
                 local.add_(0.1 * torch.randn(local.shape, generator=generator))

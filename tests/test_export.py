@@ -167,29 +167,30 @@ def add_tensor(tensors) -> None:
     tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
 
 
-def corrupt_after_writing(monkeypatch, change, file: str = "model.safetensors") -> None:
+def corrupt_after_writing(monkeypatch, change) -> None:
     """Let `change` have the written tensors before they are verified."""
     save_hf = checkpoint.save_hf
 
     def save_and_change(folder, *arguments):
         save_hf(folder, *arguments)
-        edit(folder / file, change)
+        edit(folder / "model.safetensors", change)
 
     monkeypatch.setattr(checkpoint, "save_hf", save_and_change)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (flip_one_bit, RuntimeError, r"model\.embed_tokens\.weight .* is not what the checkpoint holds"),
-        (swap_experts, RuntimeError, r"layers\.1\.mlp\.experts\.2\.gate_proj\.weight .* not what the checkpoint holds"),
-        (swap_gate_and_up, RuntimeError, r"layers\.0\.mlp\.experts\.3\.gate_proj\.weight"),
-        (round_to_fp16, RuntimeError, r"model\.norm\.weight"),
-        (drop_tensor, UserError, r"missing 1: model\.layers\.1\.self_attn\.k_norm\.weight"),
-        (add_tensor, UserError, r"unexpected 1: model\.layers\.1\.self_attn\.rotary_emb\.inv_freq"),
-    ],
-)
-def test_a_wrong_file_is_found_and_nothing_is_left(tmp_path, runs, monkeypatch, capsys, change, error, message):
+FOUND = {
+    flip_one_bit: (RuntimeError, r"model\.embed_tokens\.weight .* is not what the checkpoint holds"),
+    swap_experts: (RuntimeError, r"layers\.1\.mlp\.experts\.2\.gate_proj\.weight .* is not what the checkpoint holds"),
+    swap_gate_and_up: (RuntimeError, r"layers\.0\.mlp\.experts\.3\.gate_proj\.weight"),
+    round_to_fp16: (RuntimeError, r"model\.norm\.weight"),
+    drop_tensor: (UserError, r"missing 1: model\.layers\.1\.self_attn\.k_norm\.weight"),
+    add_tensor: (UserError, r"unexpected 1: model\.layers\.1\.self_attn\.rotary_emb\.inv_freq"),
+}
+
+
+@pytest.mark.parametrize("change", FOUND)
+def test_a_wrong_file_is_found_and_nothing_is_left(tmp_path, runs, monkeypatch, capsys, change):
+    error, message = FOUND[change]
     corrupt_after_writing(monkeypatch, change)
     with pytest.raises(error, match=message):
         export.export(find_checkpoint(runs / "moe"), tmp_path / "out", torch.bfloat16, 10**9)

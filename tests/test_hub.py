@@ -18,11 +18,13 @@ from tests.hub_server import COMMIT, TOKEN, HubServer
 
 ROOT = Path(__file__).resolve().parent.parent
 CHILD = """
-import json, sys
+import json, sys, types
+package = sys.modules["qwen3_trn"] = types.ModuleType("qwen3_trn")  # without the real one's import of torch: 2 s
+package.__path__ = ["qwen3_trn"]
 from qwen3_trn.errors import UserError
 from qwen3_trn.hub import download
 try:
-    folder, commit = download(sys.argv[1], sys.argv[2] or None, **json.loads(sys.argv[3]))
+    folder, commit = download(sys.argv[1], sys.argv[2] or None, json.loads(sys.argv[3]))
     print(json.dumps({"folder": str(folder), "commit": commit}))
 except UserError as error:
     print(json.dumps({"error": str(error), "cause": type(error.__cause__).__name__}))
@@ -57,12 +59,10 @@ def sharded_repo(repo: Path) -> Path:
 def fetch(tmp_path: Path):
     """fetch(server, ...) runs `download` in a fresh process and returns what it returned or raised, and its stderr."""
 
-    def run(
-        server: HubServer, model_id: str = "org/tiny", revision: str = "", options: dict | None = None, **env: str
-    ) -> dict:
+    def run(server: HubServer, model_id: str = "org/tiny", revision: str = "", with_weights=True, **env: str) -> dict:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and "proxy" not in k.lower()}
         hub = {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1"}
-        command = [sys.executable, "-c", CHILD, model_id, revision, json.dumps(options or {})]
+        command = [sys.executable, "-c", CHILD, model_id, revision, json.dumps(with_weights)]
         done = subprocess.run(command, env=inherited | hub | env, cwd=ROOT, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout) | {"stderr": done.stderr}
@@ -99,7 +99,7 @@ def test_sharded_model_at_a_commit(sharded_repo, fetch):
 
 def test_without_weights_then_with(repo, fetch):
     with HubServer(repo) as server:
-        bare = fetch(server, options={"with_weights": False})
+        bare = fetch(server, with_weights=False)
         assert names_in(bare["folder"]) == sorted([*KEPT, "chat_template.jinja"])
         assert "is not complete in the cache" in fetch(server, HF_HUB_OFFLINE="1")["error"]
         assert "model.safetensors" in names_in(fetch(server)["folder"])
@@ -216,6 +216,5 @@ def test_a_cache_that_cannot_be_written(repo, fetch, tmp_path):
     (tmp_path / "file").touch()
     with HubServer(repo) as server:
         result = fetch(server, HF_HOME=str(tmp_path / "file" / "hf"))
-    assert (
-        f"could not be downloaded into {tmp_path}/file/hf" in result["error"] and "Not a directory" in result["error"]
-    )
+    assert f"could not be downloaded into {tmp_path}/file/hf" in result["error"]
+    assert "Not a directory" in result["error"]

@@ -17,12 +17,12 @@ from safetensors import safe_open
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from qwen3_trn import checkpoint
 from qwen3_trn.config import Qwen3Config
 from qwen3_trn.loss import IGNORE_INDEX
-from qwen3_trn.model import Qwen3ForCausalLM, rope_tables
+from qwen3_trn.model import Qwen3ForCausalLM, RMSNorm, rope_tables
 from qwen3_trn.moe import RouterStats, balance_loss
 from tests.common import tiny_config
 
@@ -214,6 +214,22 @@ def test_logits_at_far_positions(tmp_path, moe, rope_scaling):
     # transformers takes position_ids that jump for packed documents unless it is given a mask.
     mask = torch.ones_like(ids)
     assert (logits - oracle(input_ids=ids, position_ids=positions, attention_mask=mask).logits).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_rms_norm_is_transformers(dtype):
+    """In bf16 too to the last bit but one: the statistics in fp32, then rounded, and only then times weight."""
+    torch.manual_seed(0)
+    x = torch.randn(50, 24).mul(3).to(dtype)
+    ours, theirs = RMSNorm(24, 1e-3).to(dtype), Qwen3RMSNorm(24, 1e-3).to(dtype)
+    with torch.no_grad():
+        ours.weight.copy_(theirs.weight.normal_(1.0, 0.3))
+    expected = theirs(x)
+    assert ours(x).dtype == dtype
+    # fp32's rounding before that to bf16 may differ, and turn a tie the other way, rarely.
+    wrong = (ours(x) != expected).float().mean()
+    assert torch.allclose(ours(x), expected, rtol=1e-6 if dtype == torch.float32 else 2**-7, atol=0)
+    assert dtype == torch.float32 or wrong < 0.01
 
 
 @pytest.mark.parametrize("head_dim", [16, 128])

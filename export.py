@@ -17,12 +17,12 @@ from typing import Literal
 
 import torch
 import tyro
-from qwen3_trn.metrics import format_bytes, format_count
 from torch import Tensor, nn
 
 from qwen3_trn import checkpoint, launch
 from qwen3_trn.checkpoint import EMBEDDING, HEAD, HFFolder, pieces_of
 from qwen3_trn.config import Qwen3Config, parse_size
+from qwen3_trn.metrics import format_bytes, format_count
 from qwen3_trn.model import Qwen3ForCausalLM, parameter_shapes, rope_tables
 
 MODEL_CARD = """---
@@ -47,7 +47,7 @@ class ExportConfig:
     """Write a training checkpoint as a verified Hugging Face folder."""
 
     run: tyro.conf.Positional[str]  # A run's folder (its latest checkpoint is taken), or a checkpoint's.
-    folder: tyro.conf.Positional[str]  # The folder to make; it must not exist.
+    folder: tyro.conf.Positional[str]  # The folder to make; it must not exist, or be empty.
     dtype: Literal["bf16", "fp32"] = "bf16"  # Of the files; training weights are fp32.
     max_shard_size: str = "5GB"  # Largest safetensors file.
 
@@ -55,10 +55,12 @@ class ExportConfig:
 def export(source: Path, folder: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
     """Write `folder` from the checkpoint `source`, and verify it.
 
-    Raises UserError if the folder exists, RuntimeError (and leaves no folder) if what was written is not what was read.
+    Raises UserError if the folder holds something; RuntimeError, and leaves no folder, if what was written is not what
+    was read.
     """
     config = Qwen3Config.from_pretrained(source)
     shapes = parameter_shapes(config)
+    checkpoint.check_checkpoint(source, shapes)
 
     def read(name: str) -> Tensor:
         tensor = torch.empty(shapes[name])

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from qwen3_trn.metrics import RunLog, format_count, write_run_files
 from torch import Tensor
 
 from export import export
@@ -26,6 +25,7 @@ from qwen3_trn.data import PADDING_DOCUMENT, PackedText, cache_folder, find_file
 from qwen3_trn.device import Device
 from qwen3_trn.errors import UserError
 from qwen3_trn.loss import IGNORE_INDEX
+from qwen3_trn.metrics import RunLog, format_count, write_run_files
 from qwen3_trn.model import Qwen3ForCausalLM, parameter_shapes
 from qwen3_trn.moe import RouterStats, balance_loss, z_loss
 from qwen3_trn.parallel import build_mesh, build_model, check_layout
@@ -167,45 +167,47 @@ def forward_backward(
     num_supervised: int,
     aux_coef: float = 0.0,
     z_coef: float = 0.0,
-) -> tuple[Tensor, RouterStats | None]:
+) -> tuple[dict[str, Tensor], RouterStats | None]:
     """Accumulate the gradients of one step over this rank's micro-batches.
 
     batches: input_ids, labels, positions, document_ids, each [B, T] on the device. num_supervised: of the whole step,
     over all ranks and micro-batches. The cross-entropy is a sum divided by it, so it does not depend on how the step
     is split; the auxiliary losses are means over micro-steps.
 
-    Returns this rank's shares of cross-entropy, balance loss and z-loss [3], and the router statistics summed over
-    micro-batches (None for a dense model).
+    Returns this rank's share of each loss that is computed ("loss" is the cross-entropy), and the router statistics
+    summed over micro-batches (None for a dense model).
     """
-    losses, totals = [], None
+    losses: dict[str, Tensor] = {}
+    totals = None
     for batch in batches:
         terms = model.loss_terms(**batch)
-        cross_entropy = terms.cross_entropy / num_supervised
-        balance = z = torch.zeros_like(cross_entropy)
+        parts = {"loss": terms.cross_entropy / num_supervised}
+        total = parts["loss"]
         if aux_coef or z_coef:
             global_stats = sum_over_ranks(terms.router)
             if aux_coef:
-                balance = balance_loss(terms.router, global_stats) / len(batches)
+                parts["aux_loss"] = balance_loss(terms.router, global_stats) / len(batches)
+                total = total + aux_coef * parts["aux_loss"]
             if z_coef:
-                z = z_loss(terms.router, global_stats) / len(batches)
-        (cross_entropy + aux_coef * balance + z_coef * z).backward()
-        losses.append(torch.stack([cross_entropy, balance, z]).detach())
+                parts["z_loss"] = z_loss(terms.router, global_stats) / len(batches)
+                total = total + z_coef * parts["z_loss"]
+        total.backward()
+        losses = {name: losses.get(name, 0) + part.detach() for name, part in parts.items()}
         if terms.router is not None:
             stats = RouterStats(*(tensor.detach() for tensor in terms.router))
             totals = stats if totals is None else RouterStats(*map(torch.add, totals, stats))
-    return torch.stack(losses).sum(0), totals
+    return losses, totals
 
 
-def read_step(losses: Tensor, grad_norm: Tensor, totals: RouterStats | None) -> dict[str, Any]:
+def read_step(losses: dict[str, Tensor], grad_norm: Tensor, totals: RouterStats | None) -> dict[str, Any]:
     """Sum a step's numbers over ranks and bring them to the host: the step's one synchronisation."""
-    flat = torch.cat([losses, *(tensor.flatten() for tensor in totals or ())])
+    flat = torch.cat([torch.stack(list(losses.values())), *(tensor.flatten() for tensor in totals or ())])
     dist.all_reduce(flat)
     norm, *numbers = torch.cat([grad_norm.reshape(1).to(flat), flat]).tolist()
-    values: dict[str, Any] = {"loss": numbers[0], "grad_norm": norm}
+    values: dict[str, Any] = {**dict(zip(losses, numbers, strict=False)), "grad_norm": norm}
     if totals is not None:
-        values |= {"aux_loss": numbers[1], "z_loss": numbers[2]}
         ends = np.cumsum([tensor.numel() for tensor in totals])[:-1]
-        tokens, _, _, entropy, num_tokens = np.split(np.array(numbers[3:]), ends)
+        tokens, _, _, entropy, num_tokens = np.split(np.array(numbers[len(losses) :]), ends)
         tokens = tokens.reshape(totals.tokens_per_expert.shape)  # [MoE layers, E]
         values |= {
             "load_max_over_mean": (tokens.max(1) / tokens.mean(1)).tolist(),

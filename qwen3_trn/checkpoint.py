@@ -30,7 +30,7 @@ from qwen3_trn.init import owned_part
 
 INDEX_FILE = "model.safetensors.index.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 # Everything beside the weights that a model folder needs, taken along from the folder that a run starts from.
 COMPANION_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"),
@@ -271,7 +271,7 @@ def new_folder(folder: str | Path) -> Iterator[Path]:
 
     Raises UserError if `folder` is there already and not empty. After an error the unfinished folder is removed.
     """
-    folder = Path(folder)
+    folder = Path(folder).resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not empty; nothing is overwritten. Name another folder, or remove it.")
     unfinished = folder.with_name(folder.name + ".unfinished")
@@ -344,6 +344,21 @@ def find_checkpoint(run_or_checkpoint: str | Path) -> Path:
             "(runs/NAME/checkpoints/step_N)."
         )
     return path
+
+
+def check_checkpoint(checkpoint: Path, shapes: dict[str, torch.Size]) -> None:
+    """Raises UserError unless the checkpoint holds exactly these parameters."""
+    try:
+        metadata = dcp.FileSystemReader(checkpoint / "weights").read_metadata().state_dict_metadata
+    except OSError as error:
+        raise UserError(f"{checkpoint} is not a whole checkpoint: {error}.") from error
+    found = {name.removeprefix("model."): entry.size for name, entry in metadata.items()}
+    if found != shapes:
+        wrong = sorted(name for name in found.keys() | shapes.keys() if found.get(name) != shapes.get(name))
+        raise UserError(
+            f"{checkpoint}: its config.json describes other parameters than its weights hold: {_some(wrong)}. One of "
+            "the two was replaced."
+        )
 
 
 def read_checkpoint(checkpoint: Path, parameters: dict[str, Tensor]) -> None:

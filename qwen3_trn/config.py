@@ -7,11 +7,13 @@ missing is an error that names it.
 """
 
 import contextlib
+import itertools
 import json
+import math
 import re
 import sys
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -127,10 +129,7 @@ class Qwen3Config:
             return value
 
         def number(key: str) -> float:
-            value = need(key)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise UserError(f"{where}: {key} is {value!r}; expected a number.")
-            return float(value)
+            return _positive_number(need(key), key, where)
 
         def boolean(key: str) -> bool:
             value = need(key)
@@ -151,26 +150,29 @@ class Qwen3Config:
                 f"{where}: attention_dropout is {raw['attention_dropout']}; dropout is not implemented. Set it to 0.0."
             )
         rope_theta, rope_scaling = _read_rope(raw, where)
-        fields: dict[str, Any] = {key: size(key) for key in _SIZES}
+        values: dict[str, Any] = {key: size(key) for key in _SIZES}
         if is_moe:
-            fields |= {key: size(key) for key in _MOE_SIZES if key != "num_experts"}
-            fields["num_experts"] = size("num_experts", "num_local_experts")
-            fields["norm_topk_prob"] = boolean("norm_topk_prob")
-            fields["decoder_sparse_step"] = size("decoder_sparse_step")
-            fields["mlp_only_layers"] = tuple(need("mlp_only_layers"))
-            fields["router_aux_loss_coef"] = number("router_aux_loss_coef")
-            if fields["num_experts_per_tok"] > fields["num_experts"]:
+            values |= {key: size(key) for key in _MOE_SIZES if key != "num_experts"}
+            values["num_experts"] = size("num_experts", "num_local_experts")
+            values["norm_topk_prob"] = boolean("norm_topk_prob")
+            values["decoder_sparse_step"] = size("decoder_sparse_step")
+            layers = need("mlp_only_layers")
+            if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
+                raise UserError(f"{where}: mlp_only_layers is {layers!r}; expected a list of layer numbers.")
+            values["mlp_only_layers"] = tuple(layers)
+            values["router_aux_loss_coef"] = number("router_aux_loss_coef")
+            if values["num_experts_per_tok"] > values["num_experts"]:
                 raise UserError(
-                    f"{where}: num_experts_per_tok is {fields['num_experts_per_tok']}, more than the "
-                    f"{fields['num_experts']} experts there are."
+                    f"{where}: num_experts_per_tok is {values['num_experts_per_tok']}, more than the "
+                    f"{values['num_experts']} experts there are."
                 )
-        if fields["num_attention_heads"] % fields["num_key_value_heads"]:
+        if values["num_attention_heads"] % values["num_key_value_heads"]:
             raise UserError(
-                f"{where}: num_attention_heads ({fields['num_attention_heads']}) is not a multiple of "
-                f"num_key_value_heads ({fields['num_key_value_heads']})."
+                f"{where}: num_attention_heads ({values['num_attention_heads']}) is not a multiple of "
+                f"num_key_value_heads ({values['num_key_value_heads']})."
             )
-        if fields["head_dim"] % 2:
-            raise UserError(f"{where}: head_dim is {fields['head_dim']}; rotary embedding needs an even number.")
+        if values["head_dim"] % 2:
+            raise UserError(f"{where}: head_dim is {values['head_dim']}; rotary embedding needs an even number.")
         return cls(
             model_type=model_type,
             rms_norm_eps=number("rms_norm_eps"),
@@ -180,7 +182,7 @@ class Qwen3Config:
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
             raw=dict(raw),
-            **fields,
+            **values,
         )
 
     def is_moe_layer(self, layer: int) -> bool:
@@ -195,45 +197,84 @@ class Qwen3Config:
         The original keys are kept. Where transformers 4 and 5 spell a key differently both spellings are written, so
         that 4.51 and later read the folder.
         """
-        written = dict(self.raw)
+        written = {"hidden_act": "silu", "attention_dropout": 0.0, "use_sliding_window": False} | self.raw
+        moe_only = {"num_experts", "num_local_experts"} | {f.name for f in fields(self) if f.default is not MISSING}
+        for name in {f.name for f in fields(self)} - {"raw"} - (set() if self.num_experts else moe_only):
+            value = getattr(self, name)
+            written[name] = list(value) if isinstance(value, tuple) else value
         written["architectures"] = ["Qwen3MoeForCausalLM" if self.num_experts else "Qwen3ForCausalLM"]
         written["torch_dtype"] = written["dtype"] = dtype
-        written["rope_theta"], written["rope_scaling"] = self.rope_theta, self.rope_scaling
         written["rope_parameters"] = {
             "rope_type": "default",
             **(self.rope_scaling or {}),
             "rope_theta": self.rope_theta,
         }
         if self.num_experts:
-            written["num_experts"] = written["num_local_experts"] = self.num_experts
+            written["num_local_experts"] = self.num_experts
         return written
 
 
+def _positive_number(value: Any, key: str, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise UserError(f"{where}: {key} is {value!r}; expected a number above 0.")
+    return float(value)
+
+
+_YARN_KEYS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+
+
 def _read_rope(raw: dict[str, Any], where: str) -> tuple[float, dict[str, Any] | None]:
-    """(rope_theta, rope_scaling) from transformers 4's two keys or transformers 5's `rope_parameters`."""
-    parameters = raw.get("rope_parameters") or {}
-    scaling = dict(raw.get("rope_scaling") or parameters)
-    thetas = {float(theta) for theta in (raw.get("rope_theta"), parameters.get("rope_theta")) if theta is not None}
+    """(rope_theta, rope_scaling) from transformers 4's two keys, transformers 5's `rope_parameters`, or both."""
+    if raw.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise UserError(f"{where}: partial_rotary_factor is {raw['partial_rotary_factor']}; it is not implemented.")
+    thetas = {} if raw.get("rope_theta") is None else {"rope_theta": raw["rope_theta"]}
+    scalings = {}
+    for source in ("rope_scaling", "rope_parameters"):
+        if raw.get(source) is None:
+            continue
+        if not isinstance(raw[source], dict):
+            raise UserError(f"{where}: {source} is {raw[source]!r}; expected null or an object with a rope_type.")
+        scaling = {key: value for key, value in raw[source].items() if value is not None}
+        if "rope_theta" in scaling:
+            thetas[f"{source}.rope_theta"] = scaling.pop("rope_theta")
+        legacy_type = scaling.pop("type", None)  # the spelling before transformers 4.43
+        rope_type = scaling.pop("rope_type", legacy_type) or "default"
+        scalings[source] = _read_rope_type(rope_type, scaling, raw, f"{where}: {source}")
     if not thetas:
         raise UserError(
             f'{where}: neither "rope_theta" nor "rope_parameters": {{"rope_theta": ...}} is there, and no default is '
             "assumed. The released Qwen3 models have 1000000."
         )
-    if len(thetas) > 1:
-        raise UserError(f"{where}: rope_theta and rope_parameters disagree: {sorted(thetas)}. Remove the wrong one.")
-    scaling.pop("rope_theta", None)
-    # "type" is the spelling before transformers 4.43.
-    legacy_type = scaling.pop("type", None)
-    rope_type = scaling.pop("rope_type", legacy_type) or "default"
-    theta = thetas.pop()
-    if rope_type == "default":
-        return theta, None
-    if rope_type != "yarn":
+    for found in (thetas, scalings):
+        if any(value != next(iter(found.values())) for value in found.values()):
+            raise UserError(f"{where}: {' and '.join(found)} disagree: {list(found.values())}. Remove the wrong one.")
+    theta = _positive_number(next(iter(thetas.values())), "rope_theta", where)
+    return theta, next(iter(scalings.values()), None)
+
+
+def _read_rope_type(rope_type: str, scaling: dict[str, Any], raw: dict[str, Any], where: str) -> dict[str, Any] | None:
+    """What `rope_scaling` means: None for plain RoPE, else YaRN's checked numbers."""
+    if rope_type not in ("default", "yarn"):
         raise UserError(f'{where}: rope_type is {rope_type!r}; "default" and "yarn" are implemented.')
-    for key in ("factor", "original_max_position_embeddings"):
-        if not scaling.get(key):
+    needed = ("factor", "original_max_position_embeddings") if rope_type == "yarn" else ()
+    unknown = sorted(scaling.keys() - set(needed) - set(_YARN_KEYS if needed else ()))
+    if unknown:
+        raise UserError(
+            f'{where}: {unknown} is not implemented for rope_type "{rope_type}". Remove it if it is unused.'
+        )
+    if rope_type == "default":
+        return None
+    for key in needed:
+        if key not in scaling:
             raise UserError(f'{where}: rope_type "yarn" needs "{key}" beside it, and it is missing.')
-    return theta, {"rope_type": "yarn", **scaling}
+    for key in scaling.keys() - {"truncate"}:
+        _positive_number(scaling[key], key, where)
+    original_length = scaling["original_max_position_embeddings"]
+    if raw.get("original_max_position_embeddings", original_length) != original_length:
+        raise UserError(
+            f"{where}: original_max_position_embeddings differs from the one outside. Remove the wrong one."
+        )
+    return {"rope_type": "yarn", **scaling}
 
 
 @dataclass(frozen=True)
@@ -311,9 +352,10 @@ class TrainConfig:
             if value is None or value == "config":
                 continue
             # `not >=` rather than `<`, so that nan is refused too.
-            if not value >= 0 or (name in _POSITIVE and value == 0):
+            finite = value < math.inf or name == "max_grad_norm"
+            if not value >= 0 or not finite or (name in _POSITIVE and value == 0):
                 expected = "more than 0" if name in _POSITIVE else "0 or more"
-                raise UserError(f"--{name.replace('_', '-')} is {value}; expected {expected}.")
+                raise UserError(f"--{name.replace('_', '-')} is {value}; expected {expected}, and finite.")
         if not all(0 <= beta < 1 for beta in self.adam_betas):
             raise UserError(f"--adam-betas are {self.adam_betas}; expected two numbers from 0 up to, not including, 1.")
         if self.steps is not None and self.epochs is not None:
@@ -325,9 +367,10 @@ def parse_size(text: str) -> int:
     """Bytes of "5GB", "200MB", "1.5GiB" or a plain number. Raises UserError."""
     units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if not match or match[2].upper() not in units or float(match[1]) == 0:
+    size = int(float(match[1]) * units.get(match[2].upper(), 0)) if match else 0
+    if size < 1:
         raise UserError(f"{text!r} is not a size; write it as 5GB, 200MB or 1.5GiB.")
-    return int(float(match[1]) * units[match[2].upper()])
+    return size
 
 
 def toml_to_argv(path: str) -> list[str]:
@@ -352,11 +395,9 @@ def toml_to_argv(path: str) -> list[str]:
 
 def parse_args(argv: list[str]) -> TrainConfig:
     """TrainConfig from the command line. Help and errors are printed by one process; then every process exits."""
-    for position, argument in enumerate(argv):
-        if argument == "--config" and position + 1 < len(argv):
-            argv = toml_to_argv(argv[position + 1]) + argv
-        elif argument.startswith("--config="):
-            argv = toml_to_argv(argument.removeprefix("--config=")) + argv
+    files = [value for flag, value in itertools.pairwise(argv) if flag == "--config"]
+    files += [argument.removeprefix("--config=") for argument in argv if argument.startswith("--config=")]
+    argv = [argument for file in files for argument in toml_to_argv(file)] + argv
 
     def parse(console_outputs: bool) -> TrainConfig:
         return tyro.cli(TrainConfig, prog="train.py", args=argv, console_outputs=console_outputs)

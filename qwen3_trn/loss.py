@@ -23,7 +23,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
     labels: [N], integers in [0, V) or IGNORE_INDEX, whose rows get exactly zero gradient.
     With no supervised token the sum is 0 and every gradient is zero: never NaN.
     """
-    return _LinearCrossEntropy.apply(hidden, weight, labels)
+    return _LinearCrossEntropy.apply(hidden, weight, labels, torch.is_grad_enabled())
 
 
 def count_supervised(labels: Tensor) -> Tensor:
@@ -33,10 +33,11 @@ def count_supervised(labels: Tensor) -> Tensor:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, grad_enabled: bool) -> Tensor:
         num_tokens, vocab_size = hidden.shape[0], weight.shape[0]
         chunk = max(1, min(num_tokens, _CHUNK_BYTES // (4 * vocab_size)))
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        # needs_input_grad alone says what the inputs want, also under no_grad.
+        needs_hidden, needs_weight = (grad_enabled and needed for needed in ctx.needs_input_grad[:2])
         hidden_grad = torch.empty_like(hidden) if needs_hidden else None
         # fp32, because it sums over chunks.
         weight_grad = (
@@ -48,7 +49,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden_chunk, labels_chunk = hidden[rows], labels[rows]
             logits = (hidden_chunk @ weight.T).to(total.dtype)
             supervised = labels_chunk != IGNORE_INDEX
-            target = labels_chunk.clamp(min=0)[:, None]
+            # A label that is neither IGNORE_INDEX nor in the vocabulary stays as it is, for gather to refuse.
+            target = torch.where(supervised, labels_chunk, 0)[:, None]
             logsumexp = torch.logsumexp(logits, dim=-1, keepdim=True)
             losses = (logsumexp - logits.gather(1, target)).squeeze(1)
             total += torch.where(supervised, losses, 0).sum()
@@ -70,7 +72,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, total_grad: Tensor):
-        # Scaling in place spares a second copy of [V, H]; the gradients belong to this node alone.
-        hidden_grad = ctx.hidden_grad.mul_(total_grad) if ctx.hidden_grad is not None else None
-        weight_grad = ctx.weight_grad.mul_(total_grad) if ctx.weight_grad is not None else None
-        return hidden_grad, weight_grad, None
+        if ctx.hidden_grad is None and ctx.weight_grad is None:
+            raise RuntimeError("linear_cross_entropy hands out its gradients once; a second backward has none")
+        hidden_grad, weight_grad = ctx.hidden_grad, ctx.weight_grad
+        ctx.hidden_grad = ctx.weight_grad = None
+        # In place, which spares a second copy of [V, H]; nobody else holds these tensors.
+        for grad in (hidden_grad, weight_grad):
+            if grad is not None:
+                grad.mul_(total_grad)
+        return hidden_grad, weight_grad, None, None

@@ -295,7 +295,7 @@ class Qwen3ForCausalLM(nn.Module):
         return model
 
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Write config.json and safetensors in Hugging Face's form. Raises UserError if `folder` holds weights."""
+        """Write config.json and safetensors in Hugging Face's form. Raises UserError if `folder` holds anything."""
         parameters = dict(self.named_parameters())
         shapes = {name: parameter.shape for name, parameter in parameters.items()}
         with checkpoint.new_folder(folder) as unfinished:

@@ -1,6 +1,6 @@
 """Under torchrun: one step's loss, gradient norm and gradients, for several ways to split the same 8 rows.
 
-    torchrun --nproc_per_node=2 tests/run_splits.py OUT     # rank 0 writes OUT/{model}-{ranks}-{micro batch size}.pt
+torchrun --nproc_per_node=2 tests/run_splits.py OUT     # rank 0 writes OUT/{model}-{ranks}-{micro batch size}.pt
 """
 
 import sys

@@ -73,11 +73,6 @@ RELEASED_MOE = RELEASED | {
 OPTIONAL = {"attention_dropout", "rope_scaling", "sliding_window", "max_window_layers", "torch_dtype"}
 
 
-def known_bug(reason: str):
-    """Strict: the test says so as soon as the bug is fixed, and then the mark goes."""
-    return pytest.mark.xfail(strict=True, reason=reason)
-
-
 def transformers_config(raw: dict):
     return AutoConfig.for_model(**copy.deepcopy(raw))
 
@@ -194,9 +189,7 @@ WRONG_VALUES = ("x", [1], {"a": 1}, -1, 0, 1.5, float("nan"), True, ["a"])
 @pytest.mark.parametrize(
     "key",
     [
-        pytest.param(key, marks=known_bug("TypeError or ValueError from float(), dict() or tuple()"))
-        if key in ("rope_theta", "rope_scaling", "mlp_only_layers")
-        else key
+        pytest.param(key) if key in ("rope_theta", "rope_scaling", "mlp_only_layers") else key
         for key in sorted(tiny_config(moe=True).keys() - {"torch_dtype", "model_type"})
     ],
 )
@@ -209,7 +202,6 @@ def test_a_value_of_the_wrong_type_is_never_a_traceback(key):
             assert key in str(error) or key in ("use_sliding_window", "num_experts_per_tok", "rope_scaling")
 
 
-@known_bug("accepted; some of these train a model that transformers would not build")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -239,25 +231,17 @@ def test_both_spellings_may_stand_side_by_side_when_they_agree():
     assert Qwen3Config.from_dict(yarn) == Qwen3Config.from_dict(tiny_config(rope_scaling=YARN))
 
 
-ROPE_BUG = known_bug("one of the two wins silently")
-
-
 @pytest.mark.parametrize(
     "moe, changes, words",
     [
         (True, {"num_local_experts": 16}, "num_experts num_local_experts 8 16"),
         (False, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_theta 10000 500000"),
         # transformers 5 takes the value inside rope_scaling before the one beside it.
-        pytest.param(False, {"rope_scaling": YARN | {"rope_theta": 5e5}}, "rope_theta 10000 500000", marks=ROPE_BUG),
+        pytest.param(False, {"rope_scaling": YARN | {"rope_theta": 5e5}}, "rope_theta 10000 500000"),
         pytest.param(
-            False,
-            {"rope_scaling": YARN, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-            "yarn",
-            marks=ROPE_BUG,
+            False, {"rope_scaling": YARN, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "yarn"
         ),
-        pytest.param(
-            False, {"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 2.0}}, "factor 4.0 2.0", marks=ROPE_BUG
-        ),
+        pytest.param(False, {"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 2.0}}, "factor 4.0 2.0"),
     ],
 )
 def test_both_spellings_may_not_disagree(moe, changes, words):
@@ -353,7 +337,6 @@ def test_keys_that_we_do_not_know_are_kept():
     assert untouched.keys() - written.keys() == set()
 
 
-@known_bug("to_dict starts from raw and writes rope and num_experts over it, but no other field")
 def test_to_dict_writes_the_fields_and_not_what_the_file_said():
     """A config changed in Python, or made in Python without a file, is written as it is."""
     config = dataclasses.replace(Qwen3Config.from_dict(tiny_config(moe=True)), num_hidden_layers=5, num_experts=4)
@@ -405,26 +388,23 @@ def test_a_flag_sets_its_field(argv, field, value):
     assert type(getattr(config, field)) is type(value)
 
 
-INFINITE = known_bug("inf is taken for a number; it has a meaning for --max-grad-norm only")
-
-
 @pytest.mark.parametrize(
     "argv, words",
     [
         (["--lr", "nan"], "--lr nan"),
         (["--lr", "-1e-3"], "--lr -0.001 more"),
         (["--lr", "0"], "--lr 0 more"),
-        pytest.param(["--lr", "inf"], "--lr inf", marks=INFINITE),
+        pytest.param(["--lr", "inf"], "--lr inf"),
         (["--min-lr", "-1"], "--min-lr -1"),
         (["--weight-decay", "nan"], "--weight-decay nan"),
         (["--weight-decay", "-0.1"], "--weight-decay -0.1"),
-        pytest.param(["--weight-decay", "inf"], "--weight-decay inf", marks=INFINITE),
+        pytest.param(["--weight-decay", "inf"], "--weight-decay inf"),
         (["--router-aux-loss-coef", "nan"], "--router-aux-loss-coef nan"),
         (["--router-z-loss-coef", "-1"], "--router-z-loss-coef -1"),
         (["--steps", "0"], "--steps 0"),
         (["--steps", "-3"], "--steps -3"),
         (["--epochs", "0"], "--epochs 0"),
-        pytest.param(["--epochs", "inf"], "--epochs inf", marks=INFINITE),
+        pytest.param(["--epochs", "inf"], "--epochs inf"),
         (["--seq-len", "0"], "--seq-len 0"),
         (["--global-batch-size", "0"], "--global-batch-size 0"),
         (["--micro-batch-size", "-1"], "--micro-batch-size -1"),
@@ -521,7 +501,6 @@ def test_the_flag_wins_over_the_file_and_the_file_over_the_default(tmp_path, equ
         assert (config.lr, config.data, config.export, config.steps) == (5e-5, ("c.txt",), True, 7)
 
 
-@known_bug("parse_args looks up the second file's name in the argv that the first has lengthened")
 def test_the_last_of_two_files_wins(tmp_path):
     first, second = write_toml(tmp_path, "lr = 1e-3\nsteps = 5", "a.toml"), write_toml(tmp_path, "lr = 2e-3", "b.toml")
     config = parse_args(["--config", first, "--config", second])
@@ -572,7 +551,7 @@ def test_sizes(text, expected):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "GB", "5 apples", "-1GB", "0", "0.0MB", "1e9", pytest.param("0.4B", marks=known_bug("0 bytes")), "5TBs"],
+    ["", "GB", "5 apples", "-1GB", "0", "0.0MB", "1e9", "0.4B", "5TBs"],
 )
 def test_what_is_not_a_size(text):
     with pytest.raises(UserError, match="size"):

@@ -70,10 +70,19 @@ def test_loss_and_gradients_are_those_of_cross_entropy(monkeypatch, rows, ignore
         assert (ours - theirs).abs().max() < tolerance * theirs.abs().max()
 
 
-def test_gradcheck(monkeypatch):
+def test_gradient_is_the_slope_of_the_loss(monkeypatch):
+    """By differences in fp64 along random directions; gradcheck asks for more than one backward."""
     set_chunk(monkeypatch, 5)
     hidden, weight, labels = make_inputs(ignored=0.3)
-    assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy(h, w, labels), (hidden, weight))
+    linear_cross_entropy(hidden, weight, labels).backward()
+    for _ in range(5):
+        directions = [torch.randn_like(tensor) for tensor in (hidden, weight)]
+        ahead, behind = (
+            linear_cross_entropy(hidden + step * directions[0], weight + step * directions[1], labels).item()
+            for step in (1e-6, -1e-6)
+        )
+        slope = sum((grad * d).sum().item() for grad, d in zip((hidden.grad, weight.grad), directions, strict=True))
+        assert (ahead - behind) / 2e-6 == pytest.approx(slope, rel=1e-6)
 
 
 @pytest.mark.parametrize("label_dtype", [torch.int64, torch.int32])
@@ -181,7 +190,6 @@ def test_without_gradients_the_value_is_the_same():
     assert torch.equal(linear_cross_entropy(hidden.detach(), weight.detach(), labels), with_gradient)
 
 
-@pytest.mark.xfail(strict=True, reason="ctx.needs_input_grad does not know of no_grad: evaluation pays three matmuls")
 def test_without_gradients_there_is_one_matmul_a_chunk(monkeypatch):
     set_chunk(monkeypatch, N)
     hidden, weight, labels = make_inputs(torch.float32)
@@ -190,7 +198,6 @@ def test_without_gradients_there_is_one_matmul_a_chunk(monkeypatch):
     assert operations.matmuls == 1
 
 
-@pytest.mark.xfail(strict=True, reason="backward scales the kept gradients in place, so a second one scales them twice")
 def test_a_second_backward_gives_the_same_gradients_or_an_error():
     hidden, weight, labels = make_inputs(torch.float32)
     total = linear_cross_entropy(hidden, weight, labels)
@@ -224,7 +231,6 @@ def test_no_tensor_is_as_large_as_all_logits(monkeypatch, dtype):
     assert operations.largest < num_tokens * vocab_size / 20
 
 
-@pytest.mark.xfail(strict=True, reason="clamp(min=0) makes token 0 the target of every negative label but -100")
 @pytest.mark.parametrize("label", [-1, -5])
 def test_a_negative_label_that_does_not_mean_ignored_is_not_taken_for_token_0(label):
     hidden, weight, labels = make_inputs(torch.float32)

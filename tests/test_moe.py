@@ -273,6 +273,17 @@ def test_combine_sums_in_fp32():
     assert combine(y, torch.ones(1, 3), slots).item() == 2.0**-9
 
 
+def test_the_gradient_of_a_token_is_summed_over_its_experts_in_fp32():
+    """The same three terms. Where silu(gate) is gate, at 32, expert e is x -> down * 32 * up[e] * x^2, with slope up[e]
+    for down 2^-6 at x = 1."""
+    slots = assign_slots(torch.tensor([[0, 1, 2]], dtype=torch.int32), 3, 1)
+    x = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    gate, down = (torch.full((3, 1, 1), value, dtype=torch.bfloat16) for value in (32.0, 2.0**-6))
+    up = torch.tensor([1.0, 2.0**-9, -1.0], dtype=torch.bfloat16).view(3, 1, 1)
+    moe_experts(x, *slots, gate, up, down)[0].sum().backward()
+    assert x.grad.item() == 2.0**-9
+
+
 @pytest.mark.parametrize("intermediate", [4, 3], ids=["grouped", "loop"])
 def test_opcheck_of_the_custom_operations(intermediate):
     """Schema, fake kernels, autograd registration and AOT dispatch, on slots that are all filled."""

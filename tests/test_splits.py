@@ -63,7 +63,7 @@ def test_auxiliary_losses_do_not_depend_on_ranks(results, ranks):
 
 def test_auxiliary_losses_change_the_router_and_only_when_asked(results):
     plain, auxiliary = results["moe", 1, 8], results["moe-aux", 1, 8]
-    assert plain["values"]["aux_loss"] == plain["values"]["z_loss"] == 0
+    assert "aux_loss" not in plain["values"] and "z_loss" not in plain["values"]
     assert plain["values"]["loss"] == auxiliary["values"]["loss"]
     name = "model.layers.0.mlp.gate.weight"
     assert not torch.equal(plain["gradients"][name], auxiliary["gradients"][name])

@@ -1,5 +1,6 @@
 """The command line: the newcomer's run, fine-tuning a folder, and one clear error for each bad input."""
 
+import itertools
 import json
 import math
 import shutil
@@ -100,7 +101,7 @@ def test_export_opens_in_transformers(newcomer):
 
 
 def test_same_command_twice_and_resolved_config_repeats_it(newcomer):
-    where, out, _ = newcomer
+    where, _, _ = newcomer
     environment = {"cwd": where, "QWEN3_TRN_CACHE": str(where / "cache")}
     flags = ["--steps", 2, "--log-every", 1, "--no-export"]
     succeeded(run_python(REPO / "train.py", *flags, **environment))
@@ -182,7 +183,7 @@ def test_learning_rate(schedule):
     rates = [train.learning_rate(step, settings) for step in range(1, 101)]
     assert rates[:10] == pytest.approx([step / 10 for step in range(1, 11)])
     assert rates[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1)
-    assert all(a >= b for a, b in zip(rates[9:], rates[10:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(rates[9:]))
     if schedule == "wsd":
         assert rates[79] == 1.0 > rates[80]
         assert rates[89] == pytest.approx(0.55)
@@ -230,7 +231,10 @@ BAD_MODELS = {
     "rope type": (edit_config(rope_scaling={"rope_type": "longrope", "factor": 2}), "rope_type is 'longrope'"),
     "missing tensor": (edit_weights(lambda t: t.pop("model.norm.weight")), "missing 1: model.norm.weight"),
     "extra tensor": (edit_weights(lambda t: t.update(extra=torch.ones(1))), "unexpected 1: extra"),
-    "shape": (edit_weights(lambda t: t.update({"model.norm.weight": torch.ones(3)})), "mis-shaped 1: model.norm.weight"),
+    "shape": (
+        edit_weights(lambda t: t.update({"model.norm.weight": torch.ones(3)})),
+        "mis-shaped 1: model.norm.weight",
+    ),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "does not exist"),
     "truncated": (truncate, "not a whole safetensors file"),
     "untied, no head": (edit_config(tie_word_embeddings=False), "tie_word_embeddings false, but there is no lm_head"),

@@ -104,7 +104,7 @@ def verify_values(
     for name, shape in shapes.items():
         expected = read(name).to(dtype)
         for piece in pieces_of(name, shape, fused=False):
-            tensor = written.slice(piece.key)[:]
+            tensor = written.view(piece.key)[:]
             if tensor.dtype != dtype or not torch.equal(
                 tensor, expected if piece.expert is None else expected[piece.expert]
             ):

@@ -128,7 +128,7 @@ class HFFolder:
         )
         return f". Only safetensors are read (never pickle); weight files found: {', '.join(others) or 'none'}."
 
-    def slice(self, key: str):
+    def view(self, key: str):
         """safetensors' lazy view of a tensor: get_shape(), get_dtype(), [slices] -> Tensor."""
         return self._files[self.file_of[key]].get_slice(key)
 
@@ -141,7 +141,7 @@ class HFFolder:
         unexpected = sorted(self.file_of.keys() - expected.keys())
         wrong = []
         for key in sorted(expected.keys() & self.file_of.keys()):
-            view = self.slice(key)
+            view = self.view(key)
             if tuple(view.get_shape()) != expected[key]:
                 wrong.append(f"{key} is {list(view.get_shape())}, expected {list(expected[key])}")
             elif view.get_dtype() not in ("BF16", "F16", "F32"):
@@ -164,7 +164,7 @@ class HFFolder:
             )
 
     def _equal(self, key: str, other: str) -> bool:
-        a, b = self.slice(key), self.slice(other)
+        a, b = self.view(key), self.view(other)
         num_rows, columns = a.get_shape()
         step = max(1, _READ_BYTES // (4 * columns))
         return all(torch.equal(a[r : r + step], b[r : r + step]) for r in range(0, num_rows, step))
@@ -182,7 +182,7 @@ class HFFolder:
     def _copy(self, piece: Piece, owned: tuple[slice, ...], target: Tensor) -> None:
         if target.numel() == 0:
             return
-        view = self.slice(piece.key)
+        view = self.view(piece.key)
         row_dim = max(len(owned) - 2, 0)
         if piece.offset:
             rows = owned[row_dim]
@@ -352,7 +352,7 @@ def check_checkpoint(checkpoint: Path, shapes: dict[str, torch.Size]) -> None:
         metadata = dcp.FileSystemReader(checkpoint / "weights").read_metadata().state_dict_metadata
     except OSError as error:
         raise UserError(f"{checkpoint} is not a whole checkpoint: {error}.") from error
-    found = {name.removeprefix("model."): entry.size for name, entry in metadata.items()}
+    found = {name.removeprefix("model."): getattr(entry, "size", None) for name, entry in metadata.items()}
     if found != shapes:
         wrong = sorted(name for name in found.keys() | shapes.keys() if found.get(name) != shapes.get(name))
         raise UserError(

@@ -40,9 +40,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs_hidden, needs_weight = (grad_enabled and needed for needed in ctx.needs_input_grad[:2])
         hidden_grad = torch.empty_like(hidden) if needs_hidden else None
         # fp32, because it sums over chunks.
-        weight_grad = (
-            torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if needs_weight else None
-        )
+        sum_dtype = torch.promote_types(weight.dtype, torch.float32)
+        weight_grad = torch.zeros_like(weight, dtype=sum_dtype) if needs_weight else None
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for start in range(0, num_tokens, chunk):
             rows = slice(start, start + chunk)
@@ -54,20 +53,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logsumexp = torch.logsumexp(logits, dim=-1, keepdim=True)
             losses = (logsumexp - logits.gather(1, target)).squeeze(1)
             total += torch.where(supervised, losses, 0).sum()
-            if not (needs_hidden or needs_weight):
+            if hidden_grad is None and weight_grad is None:
                 continue
             # d loss / d logits = softmax - one_hot(label), and zero on the rows that are not supervised.
             logits_grad = logits.sub_(logsumexp).exp_()
             logits_grad.scatter_add_(1, target, torch.full_like(losses, -1)[:, None])
             logits_grad = torch.where(supervised[:, None], logits_grad, 0).to(hidden.dtype)
-            if needs_hidden:
+            if hidden_grad is not None:
                 hidden_grad[rows] = logits_grad @ weight
-            if needs_weight and weight_grad.dtype == hidden.dtype:
+            if weight_grad is not None and weight_grad.dtype == hidden.dtype:
                 weight_grad.addmm_(logits_grad.T, hidden_chunk)
-            elif needs_weight:
+            elif weight_grad is not None:
                 weight_grad += logits_grad.T @ hidden_chunk
         ctx.hidden_grad = hidden_grad
-        ctx.weight_grad = weight_grad.to(weight.dtype) if needs_weight else None
+        ctx.weight_grad = weight_grad.to(weight.dtype) if weight_grad is not None else None
         return total
 
     @staticmethod

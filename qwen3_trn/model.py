@@ -68,8 +68,9 @@ def _rope_frequencies(theta: float, dim: int, scaling: dict[str, Any] | None) ->
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:
         mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        both = mscale and mscale_all_dim
-        attention_factor = magnitude(mscale) / magnitude(mscale_all_dim) if both else magnitude(1.0)
+        attention_factor = magnitude(1.0)
+        if mscale and mscale_all_dim:
+            attention_factor = magnitude(mscale) / magnitude(mscale_all_dim)
     return frequencies, attention_factor
 
 

@@ -163,9 +163,10 @@ def moe_experts_backward(
     up_grad = _grouped_mm(up_out_grad.T, slots_x, group_ends)
     slots_x_grad = _grouped_mm(gate_out_grad, gate_proj, group_ends) + _grouped_mm(up_out_grad, up_proj, group_ends)
     # A token's gradient is the sum over its k slots: a gather, where the transpose of a gather would scatter-add.
-    x_grad = sum(
-        _gather_rows(slots_x_grad, slot).to(torch.promote_types(x.dtype, torch.float32)) for slot in slot_of_choice.T
-    )
+    sum_dtype = torch.promote_types(x.dtype, torch.float32)
+    x_grad = torch.zeros_like(x, dtype=sum_dtype)
+    for slots in slot_of_choice.T:
+        x_grad += _gather_rows(slots_x_grad, slots)
     return x_grad.to(x.dtype), gate_grad, up_grad, down_grad
 
 
@@ -205,9 +206,9 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y: Tensor, weights: Tensor, choice_of_slot: Tensor, slot_of_choice: Tensor) -> Tensor:
         ctx.save_for_backward(y, weights, choice_of_slot, slot_of_choice)
-        out = 0
+        out = torch.zeros(weights.shape[0], y.shape[1], dtype=weights.dtype, device=y.device)
         for j in range(weights.shape[1]):
-            out = out + weights[:, j, None] * _gather_rows(y, slot_of_choice[:, j])
+            out += weights[:, j, None] * _gather_rows(y, slot_of_choice[:, j])
         return out.to(y.dtype)
 
     @staticmethod

@@ -75,10 +75,10 @@ def check(folder: Path, out: Path) -> None:
     for parameter in parameters.values():
         parameter.to_local().detach().fill_(torch.nan)
     CountingView.bytes_read = 0
-    plain_slice = HFFolder.slice
-    HFFolder.slice = lambda self, key: CountingView(plain_slice(self, key))
+    plain_slice = HFFolder.view
+    HFFolder.view = lambda self, key: CountingView(plain_slice(self, key))
     load_hf(folder, config, parameters)
-    HFFolder.slice = plain_slice
+    HFFolder.view = plain_slice
     assert_holds(parameters, expected)
     own_bytes = sum(parameter.to_local().nbytes for parameter in parameters.values())
     assert CountingView.bytes_read == own_bytes, (CountingView.bytes_read, own_bytes)

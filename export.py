@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from qwen3_trn import checkpoint, launch
 from qwen3_trn.checkpoint import EMBEDDING, HEAD, HFFolder, pieces_of
 from qwen3_trn.config import Qwen3Config, parse_size
+from qwen3_trn.folders import new_folder
 from qwen3_trn.metrics import format_bytes, format_count
 from qwen3_trn.model import Qwen3ForCausalLM, parameter_shapes, rope_tables
 
@@ -67,7 +68,7 @@ def export(source: Path, folder: Path, dtype: torch.dtype, max_shard_bytes: int)
         checkpoint.read_checkpoint(source, {name: tensor})
         return tensor
 
-    with checkpoint.new_folder(folder) as unfinished:
+    with new_folder(folder) as unfinished:
         checkpoint.copy_companions(source, unfinished)
         checkpoint.save_hf(unfinished, config, shapes, read, dtype, max_shard_bytes)
         state = json.loads((source / "trainer.json").read_text(encoding="utf-8"))

@@ -21,12 +21,12 @@ from torch import Tensor
 from export import export
 from qwen3_trn import checkpoint, hub, launch
 from qwen3_trn.config import Qwen3Config, TrainConfig, parse_args, parse_size
-from qwen3_trn.data import PADDING_DOCUMENT, PackedText, cache_folder, find_files, tokenize
+from qwen3_trn.data import PackedText, cache_folder, find_files, tokenize
 from qwen3_trn.device import Device
 from qwen3_trn.errors import UserError
 from qwen3_trn.loss import IGNORE_INDEX
 from qwen3_trn.metrics import RunLog, format_count, write_run_files
-from qwen3_trn.model import Qwen3ForCausalLM, parameter_shapes
+from qwen3_trn.model import PADDING_DOCUMENT, Qwen3ForCausalLM, parameter_shapes
 from qwen3_trn.moe import RouterStats, balance_loss, z_loss
 from qwen3_trn.parallel import build_mesh, build_model, check_layout
 from qwen3_trn.titan import clip_grad_norm_
@@ -256,7 +256,7 @@ def sample_text(model: Qwen3ForCausalLM, data: PackedText, tokenizer_folder: Pat
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    prompt = torch.as_tensor(data._tokens[:12].astype(np.int64)).to(device.torch_device, device.index_dtype)
+    prompt = torch.as_tensor(data.tokens[:12].astype(np.int64)).to(device.torch_device, device.index_dtype)
     ids = model.generate(prompt[None], max_new_tokens=48)[0].tolist()
     return f"{tokenizer.decode(ids[:12])} [...] {tokenizer.decode(ids[12:])}"
 

@@ -7,9 +7,7 @@ Parameters carry Hugging Face's names, so reading is the identity but for the ex
 and either one tensor an expert on disk (the published form) or fused, gate beside up, by transformers 5.
 """
 
-import contextlib
 import json
-import os
 import re
 import shutil
 import warnings
@@ -26,6 +24,7 @@ from torch import Tensor
 
 from qwen3_trn.config import Qwen3Config
 from qwen3_trn.errors import UserError
+from qwen3_trn.folders import fsync, publish
 from qwen3_trn.init import owned_part
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -262,47 +261,6 @@ def _some(items: list[str], most: int = 8) -> str:
     return ", ".join(items[:most]) + (f", and {len(items) - most} more" if len(items) > most else "")
 
 
-# ------------------------------------------------------------------------------------------ folders that appear whole
-
-
-@contextlib.contextmanager
-def new_folder(folder: str | Path) -> Iterator[Path]:
-    """Yields a folder to write into; it gets its name, by one rename, only when the body is through and all is synced.
-
-    Raises UserError if `folder` is there already and not empty. After an error the unfinished folder is removed.
-    """
-    folder = Path(folder).resolve()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} exists and is not empty; nothing is overwritten. Name another folder, or remove it.")
-    unfinished = folder.with_name(folder.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
-        yield unfinished
-        publish(unfinished, folder)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-
-
-def publish(unfinished: Path, folder: Path) -> None:
-    """fsync every file below `unfinished`, then rename it to `folder`."""
-    for path in [*unfinished.rglob("*"), unfinished]:
-        _fsync(path)
-    if folder.is_dir():
-        folder.rmdir()
-    unfinished.rename(folder)
-    _fsync(folder.parent)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 # ---------------------------------------------------------------------------------------------- training checkpoints
 
 
@@ -326,7 +284,7 @@ def save_checkpoint(
         publish(unfinished, folder)
         pointer = folder.with_name("latest.unfinished")
         pointer.write_text(folder.name + "\n", encoding="utf-8")
-        _fsync(pointer)
+        fsync(pointer)
         pointer.rename(folder.with_name("latest"))
     dist.barrier()
     return folder

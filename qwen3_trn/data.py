@@ -36,9 +36,10 @@ import numpy as np
 from tqdm import tqdm
 
 from qwen3_trn.errors import UserError
+from qwen3_trn.folders import publish
+from qwen3_trn.loss import IGNORE_INDEX
+from qwen3_trn.model import PADDING_DOCUMENT
 
-IGNORE = -100  # the label of a token that is not supervised
-PADDING_DOCUMENT = -1  # the document id of padding
 END_OF_TEXT = "<|endoftext|>"
 SAMPLE = Path(__file__).parent.parent / "assets" / "tiny" / "sample.txt"
 
@@ -183,16 +184,13 @@ def tokenize(files: Sequence[Path], tokenizer_dir: Path, cache_dir: Path) -> Pat
     try:
         meta = {"key": key, **_write_tokens(files, tokenizer, end_of_text, partial)}
         (partial / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-        for path in [*partial.iterdir(), partial]:
-            _fsync(path)
         try:
-            partial.rename(cache)
+            publish(partial, cache)
         except OSError:
             if not cache.exists():  # if it does, another process was first, with the same contents
                 raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # no longer there after the rename
-    _fsync(cache_dir)
     return cache
 
 
@@ -253,12 +251,6 @@ def _write_tokens(files: Sequence[Path], tokenizer, end_of_text: int, folder: Pa
     }
 
 
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
 # --- tokens to packed rows ---
 
 
@@ -266,7 +258,7 @@ class Rows(NamedTuple):
     """int32 arrays, [T] for one row or [B, T] for several."""
 
     input_ids: np.ndarray  # 0 at padding
-    labels: np.ndarray  # already shifted: the token after input_ids[t], or IGNORE
+    labels: np.ndarray  # already shifted: the token after input_ids[t], or IGNORE_INDEX
     positions: np.ndarray  # from 0 in each piece of a document; padding is a piece of its own
     document_ids: np.ndarray  # 0, 1, 2, ... in each row; PADDING_DOCUMENT at padding
 
@@ -287,7 +279,7 @@ class PackedText:
         self.seq_len = seq_len
         self.seed = seed
         self.rows_per_epoch = -(-self.num_tokens // seq_len)
-        self._tokens = np.memmap(cache / "tokens.bin", np.int32, "r", shape=(self.num_tokens,))
+        self.tokens = np.memmap(cache / "tokens.bin", np.int32, "r", shape=(self.num_tokens,))
         self._offsets = np.fromfile(cache / "document_offsets.bin", np.int64)
         self._plan = functools.lru_cache(maxsize=2)(self._make_plan)
 
@@ -315,12 +307,12 @@ class PackedText:
         length = end - begin
         row = Rows(
             input_ids=np.zeros(self.seq_len, np.int32),
-            labels=np.full(self.seq_len, IGNORE, np.int32),
+            labels=np.full(self.seq_len, IGNORE_INDEX, np.int32),
             positions=np.arange(-length, self.seq_len - length, dtype=np.int32),
             document_ids=np.full(self.seq_len, PADDING_DOCUMENT, np.int32),
         )
-        row.input_ids[:length] = self._tokens[source]
-        row.labels[:length] = np.where(is_last, IGNORE, self._tokens[source + ~is_last])
+        row.input_ids[:length] = self.tokens[source]
+        row.labels[:length] = np.where(is_last, IGNORE_INDEX, self.tokens[source + ~is_last])
         row.positions[:length] = stream - np.maximum(starts, begin)[document_ids]
         row.document_ids[:length] = document_ids
         return row

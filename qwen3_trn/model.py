@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from qwen3_trn import checkpoint, generate
 from qwen3_trn.config import Qwen3Config
+from qwen3_trn.folders import new_folder
 from qwen3_trn.init import init_weights
 from qwen3_trn.loss import count_supervised, linear_cross_entropy
 from qwen3_trn.moe import MoE, RouterStats
@@ -299,7 +300,7 @@ class Qwen3ForCausalLM(nn.Module):
         """Write config.json and safetensors in Hugging Face's form. Raises UserError if `folder` holds anything."""
         parameters = dict(self.named_parameters())
         shapes = {name: parameter.shape for name, parameter in parameters.items()}
-        with checkpoint.new_folder(folder) as unfinished:
+        with new_folder(folder) as unfinished:
             checkpoint.save_hf(unfinished, self.config, shapes, lambda name: parameters[name].detach(), dtype)
 
     def generate(self, ids: Tensor, max_new_tokens: int, temperature: float = 0.0) -> Tensor:

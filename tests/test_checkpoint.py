@@ -19,6 +19,7 @@ from qwen3_trn import checkpoint
 from qwen3_trn.checkpoint import EMBEDDING, HEAD, INDEX_FILE, HFFolder, find_checkpoint, read_checkpoint
 from qwen3_trn.config import Qwen3Config
 from qwen3_trn.errors import UserError
+from qwen3_trn.folders import new_folder
 from qwen3_trn.model import Qwen3ForCausalLM, parameter_shapes
 from tests.common import run_python, succeeded, tiny_config, write_config
 
@@ -365,7 +366,7 @@ def rounded(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
 def save_sharded(model: Qwen3ForCausalLM, folder: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
     parameters = dict(model.named_parameters())
     shapes = parameter_shapes(model.config)
-    with checkpoint.new_folder(folder) as unfinished:
+    with new_folder(folder) as unfinished:
         checkpoint.save_hf(
             unfinished, model.config, shapes, lambda name: parameters[name].detach(), dtype, max_shard_bytes
         )

@@ -20,8 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen3_trn import data
-from qwen3_trn.data import IGNORE, PADDING_DOCUMENT, PackedText, find_files, tokenize
+from qwen3_trn.data import PADDING_DOCUMENT, PackedText, find_files, tokenize
 from qwen3_trn.errors import UserError
+from qwen3_trn.loss import IGNORE_INDEX
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "assets" / "tiny"
@@ -116,7 +117,7 @@ def test_every_token_is_read_and_predicted_once_an_epoch(tmp_path, lengths, seq_
         rows = epoch_rows(packed, epoch)
         read = rows.input_ids[rows.document_ids != PADDING_DOCUMENT]
         assert sorted(read) == [token for document in documents for token in document]
-        predicted = rows.labels[rows.labels != IGNORE]
+        predicted = rows.labels[rows.labels != IGNORE_INDEX]
         assert sorted(predicted) == [token for document in documents for token in document[1:]]
 
 
@@ -168,14 +169,14 @@ def test_the_order_never_changes():
 def test_txt_documents_round_trip(tmp_path, tokenizer):
     (tmp_path / "one.txt").write_text("One day,\n\nMia lost her hat.\n")
     (tmp_path / "many.txt").write_text(
-        "\n\nA b\n c\n<|endoftext|>\n \n<|endoftext|>\n<|endoftext|>\n  d <|endoftext|> e"
+        "\n\n  A b\n c \n<|endoftext|>\n \n<|endoftext|>\n<|endoftext|>\n  d <|endoftext|> e"
     )
     packed = PackedText(
         cache := tokenize([tmp_path / "one.txt", tmp_path / "many.txt"], TINY, tmp_path / "cache"), 8, 0
     )
     documents = read_cache(cache)
     end = tokenizer.convert_tokens_to_ids("<|endoftext|>")
-    texts = ["One day,\n\nMia lost her hat.", "A b\n c", "  d <|endoftext|> e"]
+    texts = ["One day,\n\nMia lost her hat.", "  A b\n c ", "  d <|endoftext|> e"]
     assert documents == [[*tokenizer(text).input_ids, end] for text in texts]
     assert [tokenizer.decode(document[:-1]) for document in documents] == texts
     assert documents[2].count(end) == 2  # spelled out within a line, it is a token like any other

@@ -1,0 +1,52 @@
+"""Folders that appear whole: written under another name, synced to disk, then renamed.
+
+with new_folder("my-model") as unfinished:
+    (unfinished / "config.json").write_text("{}")
+"""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from qwen3_trn.errors import UserError
+
+
+@contextlib.contextmanager
+def new_folder(folder: str | Path) -> Iterator[Path]:
+    """Yields a folder to write into; it gets its name, by one rename, only when the body is through and all is synced.
+
+    Raises UserError if `folder` is there already and not empty. After an error the unfinished folder is removed.
+    """
+    folder = Path(folder).resolve()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists and is not empty; nothing is overwritten. Name another folder, or remove it.")
+    unfinished = folder.with_name(folder.name + ".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        publish(unfinished, folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def publish(unfinished: Path, folder: Path) -> None:
+    """fsync all below `unfinished`, then rename it to `folder`; raises OSError if that holds something."""
+    for path in [*unfinished.rglob("*"), unfinished]:
+        fsync(path)
+    if folder.is_dir():
+        folder.rmdir()
+    unfinished.rename(folder)
+    fsync(folder.parent)
+
+
+def fsync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

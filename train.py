@@ -167,12 +167,14 @@ def forward_backward(
     num_supervised: int,
     aux_coef: float = 0.0,
     z_coef: float = 0.0,
+    tp: int = 1,
 ) -> tuple[dict[str, Tensor], RouterStats | None]:
     """Accumulate the gradients of one step over this rank's micro-batches.
 
     batches: input_ids, labels, positions, document_ids, each [B, T] on the device. num_supervised: of the whole step,
     over all ranks and micro-batches. The cross-entropy is a sum divided by it, so it does not depend on how the step
-    is split; the auxiliary losses are means over micro-steps.
+    is split; the auxiliary losses are means over micro-steps. tp: ranks that share a micro-batch and all return its
+    loss, of which each then reports a part.
 
     Returns this rank's share of each loss that is computed ("loss" is the cross-entropy), and the router statistics
     summed over micro-batches (None for a dense model).
@@ -192,6 +194,7 @@ def forward_backward(
                 parts["z_loss"] = z_loss(terms.router, global_stats) / len(batches)
                 total = total + z_coef * parts["z_loss"]
         total.backward()
+        parts["loss"] = parts["loss"] / tp
         losses = {name: losses.get(name, 0) + part.detach() for name, part in parts.items()}
         if terms.router is not None:
             stats = RouterStats(*(tensor.detach() for tensor in terms.router))

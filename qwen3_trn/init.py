@@ -7,7 +7,8 @@ import hashlib
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import _StridedShard
 
 _BLOCK_ROWS = 1024  # rows that are drawn from one generator; an expert is a block of its own
 
@@ -15,16 +16,15 @@ _BLOCK_ROWS = 1024  # rows that are drawn from one generator; an expert is a blo
 def owned_part(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     """The local tensor of a parameter, without gradient, and its place in the whole: a slice for each dim.
 
-    A plain tensor is owned whole. A dim that is sharded is cut as torch.chunk cuts it, which is FSDP2's rule too.
+    A plain tensor is owned whole. A sharded dim is cut as torch.chunk cuts it, which is FSDP2's rule too. Where FSDP
+    cuts a dim that tensor or expert parallelism has cut before, its placement is a _StridedShard: it comes second,
+    although its mesh axis comes first.
     """
     if not isinstance(parameter, DTensor):
         return parameter.detach(), tuple(slice(0, size) for size in parameter.shape)
     bounds = [(0, size) for size in parameter.shape]
-    for axis, placement in enumerate(parameter.placements):
-        if isinstance(placement, Replicate):
-            continue
-        if type(placement) is not Shard:
-            raise NotImplementedError(f"a parameter placed as {placement} cannot be initialised or loaded")
+    axes = [(axis, p) for axis, p in enumerate(parameter.placements) if not isinstance(p, Replicate)]
+    for axis, placement in sorted(axes, key=lambda item: isinstance(item[1], _StridedShard)):
         start, stop = bounds[placement.dim]
         chunk = -(-(stop - start) // parameter.device_mesh.size(axis))
         rank = parameter.device_mesh.get_local_rank(axis)

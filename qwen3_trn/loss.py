@@ -8,6 +8,7 @@ many as an unchunked loss needs, where recomputing the logits in backward would 
 """
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 IGNORE_INDEX = -100  # the label of a position that is not supervised; PyTorch's and Hugging Face's convention
@@ -16,14 +17,19 @@ IGNORE_INDEX = -100  # the label of a position that is not supervised; PyTorch's
 _CHUNK_BYTES = 256 * 2**20
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, group: dist.ProcessGroup | None = None
+) -> Tensor:
     """Sum over supervised tokens of -log softmax(hidden @ weight.T)[label], as an fp32 scalar.
 
     hidden: [N, H], weight: [V, H] of the same dtype; the logits are taken to fp32 before the softmax.
     labels: [N], integers in [0, V) or IGNORE_INDEX, whose rows get exactly zero gradient.
     With no supervised token the sum is 0 and every gradient is zero: never NaN.
+
+    group: the ranks of a vocabulary that is split. Each holds the rows [V / ranks, H] of its turn and the same hidden
+    states and labels; each gets the whole sum, and a gradient of hidden that is its part of a sum over the group.
     """
-    return _LinearCrossEntropy.apply(hidden, weight, labels, torch.is_grad_enabled())
+    return _LinearCrossEntropy.apply(hidden, weight, labels, group, torch.is_grad_enabled())
 
 
 def count_supervised(labels: Tensor) -> Tensor:
@@ -33,7 +39,9 @@ def count_supervised(labels: Tensor) -> Tensor:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, grad_enabled: bool) -> Tensor:
+    def forward(
+        ctx, hidden: Tensor, weight: Tensor, labels: Tensor, group: dist.ProcessGroup | None, grad_enabled: bool
+    ) -> Tensor:
         num_tokens, vocab_size = hidden.shape[0], weight.shape[0]
         chunk = max(1, min(num_tokens, _CHUNK_BYTES // (4 * vocab_size)))
         # needs_input_grad alone says what the inputs want, also under no_grad.
@@ -48,16 +56,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden_chunk, labels_chunk = hidden[rows], labels[rows]
             logits = (hidden_chunk @ weight.T).to(total.dtype)
             supervised = labels_chunk != IGNORE_INDEX
-            # A label that is neither IGNORE_INDEX nor in the vocabulary stays as it is, for gather to refuse.
-            target = torch.where(supervised, labels_chunk, 0)[:, None]
+            target, is_here = _local_targets(labels_chunk, supervised, vocab_size, group)
             logsumexp = torch.logsumexp(logits, dim=-1, keepdim=True)
-            losses = (logsumexp - logits.gather(1, target)).squeeze(1)
+            target_logit = torch.where(is_here, logits.gather(1, target), 0)
+            if group is not None:
+                logsumexp = _logsumexp_over_ranks(logsumexp, group)
+                dist.all_reduce(target_logit, group=group)
+            losses = (logsumexp - target_logit).squeeze(1)
             total += torch.where(supervised, losses, 0).sum()
             if hidden_grad is None and weight_grad is None:
                 continue
             # d loss / d logits = softmax - one_hot(label), and zero on the rows that are not supervised.
             logits_grad = logits.sub_(logsumexp).exp_()
-            logits_grad.scatter_add_(1, target, torch.full_like(losses, -1)[:, None])
+            logits_grad.scatter_add_(1, target, -is_here.to(logits.dtype))
             logits_grad = torch.where(supervised[:, None], logits_grad, 0).to(hidden.dtype)
             if hidden_grad is not None:
                 hidden_grad[rows] = logits_grad @ weight
@@ -79,4 +90,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for grad in (hidden_grad, weight_grad):
             if grad is not None:
                 grad.mul_(total_grad)
-        return hidden_grad, weight_grad, None, None
+        return hidden_grad, weight_grad, None, None, None
+
+
+def _local_targets(
+    labels: Tensor, supervised: Tensor, vocab_size: int, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """The labels as rows [N, 1] of this rank's vocabulary (0 where they are none), and whether they are, bool [N, 1]."""
+    if group is None:
+        # A label that is neither IGNORE_INDEX nor in the vocabulary stays as it is, for gather to refuse.
+        return torch.where(supervised, labels, 0)[:, None], supervised[:, None]
+    local = labels[:, None] - dist.get_rank(group) * vocab_size
+    is_here = (local >= 0) & (local < vocab_size)
+    return torch.where(is_here, local, 0), is_here
+
+
+def _logsumexp_over_ranks(logsumexp: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """log of the sum over ranks of exp(logsumexp), without overflow."""
+    largest = logsumexp.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    total = (logsumexp - largest).exp()
+    dist.all_reduce(total, group=group)
+    return largest + total.log()

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -154,7 +156,7 @@ class DecoderLayer(nn.Module):
         self.mlp = MoE(config) if self.moe_enabled else MLP(config)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, valid: Tensor | None
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, valid: Tensor
     ) -> tuple[Tensor, RouterStats | None]:
         """x: [B, T, H] -> the same, and the router's statistics of a MoE layer."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
@@ -188,10 +190,10 @@ class Qwen3Model(nn.Module):
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         cos, sin = rope_tables(self.config, positions, x.dtype)
-        mask = valid = None
-        if document_ids is not None:
-            mask = document_mask(document_ids)
-            valid = document_ids != PADDING_DOCUMENT
+        if document_ids is None:
+            mask, valid = None, torch.ones_like(input_ids, dtype=torch.bool)
+        else:
+            mask, valid = document_mask(document_ids), document_ids != PADDING_DOCUMENT
         all_stats = []
         for layer in self.layers:
             x, stats = layer(x, cos, sin, mask, valid)
@@ -208,13 +210,25 @@ def document_mask(document_ids: Tensor) -> Tensor:
 
 
 class LMHead(nn.Linear):
-    """The output projection. With labels it returns the summed loss, in chunks, instead of logits."""
+    """The output projection. With labels it returns the summed loss, in chunks, instead of logits.
+
+    Under tensor parallelism `group` is set: each rank has its part of the sequence and of the vocabulary.
+    """
+
+    group: dist.ProcessGroup | None = None
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         """x: [B, T, H] -> logits [B, T, V]; with labels [B, T] -> the summed cross-entropy, a scalar."""
-        if labels is None:
-            return super().forward(x)
-        return linear_cross_entropy(x.flatten(0, 1), self.weight, labels.flatten())
+        weight = self.weight
+        if self.group is not None:
+            x = funcol.wait_tensor(funcol.all_gather_single_autograd(x, 1, self.group))
+            weight = weight.to_local()
+        if labels is not None:
+            return linear_cross_entropy(x.flatten(0, 1), weight, labels.flatten(), self.group)
+        logits = F.linear(x, weight)
+        if self.group is not None:
+            logits = funcol.wait_tensor(funcol.all_gather_single_autograd(logits, 2, self.group))
+        return logits
 
 
 class LossTerms(NamedTuple):

@@ -15,8 +15,11 @@ Shape letters: N tokens, H hidden, I intermediate, E experts, k experts per toke
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from qwen3_trn.config import Qwen3Config
@@ -227,20 +230,80 @@ def combine(y: Tensor, weights: Tensor, slots: Slots) -> Tensor:
     return _Combine.apply(y, weights, slots.choice_of_slot, slots.slot_of_choice)
 
 
+class _GatherTokens(torch.autograd.Function):
+    """All-gather of tokens, routing weights and expert ids over a group, in one collective; backward reduce-scatters."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weights: Tensor, expert_ids: Tensor, group: dist.ProcessGroup):
+        ctx.group = group
+        parts = [
+            tensor.contiguous().view(torch.int32) for tensor in (x, weights, expert_ids)
+        ]  # bits, whatever they mean
+        packed = funcol.wait_tensor(funcol.all_gather_single(torch.cat(parts, dim=1), 0, group))
+        all_x, all_weights, all_ids = packed.split([part.shape[1] for part in parts], dim=1)
+        all_ids = all_ids.contiguous()
+        ctx.mark_non_differentiable(all_ids)
+        return all_x.contiguous().view(x.dtype), all_weights.contiguous().view(weights.dtype), all_ids
+
+    @staticmethod
+    def backward(ctx, x_grad: Tensor, weights_grad: Tensor, _ids_grad):
+        def reduce_scatter(grad: Tensor) -> Tensor:
+            return funcol.wait_tensor(funcol.reduce_scatter_single(grad.contiguous(), "sum", 0, ctx.group))
+
+        return reduce_scatter(x_grad), reduce_scatter(weights_grad), None, None
+
+
 class Experts(nn.Module):
-    """The weights of all experts of a layer, stacked; Hugging Face's per-expert names without the index."""
+    """The weights of all experts of a layer, stacked; Hugging Face's per-expert names without the index.
+
+    parallel.py may leave this rank a slice of them, some experts whole (expert parallelism) or a part of every
+    expert's intermediate dim (tensor parallelism). Either way the ranks of `group` gather their tokens, each computes
+    what its slice contributes, and a reduce-scatter sums the contributions: no token counts are exchanged, no size
+    depends on the data.
+    """
 
     def __init__(self, config: Qwen3Config):
         super().__init__()
         self.num_experts = config.num_experts
+        self.group: dist.ProcessGroup | None = None
         wide = (config.num_experts, config.moe_intermediate_size, config.hidden_size)
         self.gate_proj = nn.Parameter(torch.empty(wide))
         self.up_proj = nn.Parameter(torch.empty(wide))
         self.down_proj = nn.Parameter(torch.empty(wide[0], wide[2], wide[1]))
 
-    def forward(self, x: Tensor, slots: Slots) -> Tensor:
-        """x: [N, H] -> [S, H]."""
-        return moe_experts(x, *slots, self.gate_proj, self.up_proj, self.down_proj)[0]
+    def forward(self, x: Tensor, weights: Tensor, expert_ids: Tensor, block: int) -> Tensor:
+        """x: [N, H], weights: [N, k] fp32, expert_ids: [N, k] int32, E where a token goes nowhere -> [N, H]."""
+        if self.group is None:
+            return self.contribution(x, weights, expert_ids, block)
+        all_x, all_weights, all_ids = _GatherTokens.apply(x, weights, expert_ids, self.group)
+        # One source rank at a time: buffers then are those of one rank's tokens, however skewed the routing.
+        sources = zip(*(t.chunk(self.group.size()) for t in (all_x, all_weights, all_ids)), strict=True)
+        parts = torch.cat([self.contribution(*source, block) for source in sources])
+        return funcol.wait_tensor(funcol.reduce_scatter_single_autograd(parts, "sum", 0, self.group))
+
+    def contribution(self, x: Tensor, weights: Tensor, expert_ids: Tensor, block: int) -> Tensor:
+        """What this rank's slice of the experts adds to each token, [N, H]."""
+        gate_proj, up_proj, down_proj = map(_local, (self.gate_proj, self.up_proj, self.down_proj))
+        num_here = gate_proj.shape[0]
+        if num_here < self.num_experts:
+            ids_here = expert_ids - self.group.rank() * num_here
+            expert_ids = torch.where((ids_here >= 0) & (ids_here < num_here), ids_here, num_here)
+        slots = assign_slots(expert_ids, num_here, block)
+        y, _, _ = moe_experts(x, *slots, gate_proj, up_proj, down_proj)
+        return combine(y, weights, slots)
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+class Router(nn.Linear):
+    """The router's logits, in fp32 whatever the model computes in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [N, H] -> [N, E]."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return F.linear(x.to(dtype), self.weight.to(dtype))
 
 
 class MoE(nn.Module):
@@ -252,20 +315,16 @@ class MoE(nn.Module):
         super().__init__()
         self.num_experts_per_tok = config.num_experts_per_tok
         self.norm_topk_prob = config.norm_topk_prob
-        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.gate = Router(config.hidden_size, config.num_experts, bias=False)
         self.experts = Experts(config)
 
-    def forward(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, RouterStats]:
-        """x: [B, T, H]; valid: [B, T] bool, False for padding, which goes to no expert; None means all are valid."""
-        tokens = x.flatten(0, 1)
-        num_experts = self.experts.num_experts
-        router_dtype = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(tokens.to(router_dtype), self.gate.weight.to(router_dtype))
+    def forward(self, x: Tensor, valid: Tensor) -> tuple[Tensor, RouterStats]:
+        """x: [B, T, H]; valid: [B, T] bool, False for padding, which goes to no expert."""
+        tokens, valid = x.flatten(0, 1), valid.flatten()
+        logits = self.gate(tokens)
         weights, expert_ids = route(logits, self.num_experts_per_tok, self.norm_topk_prob)
-        valid = torch.ones_like(logits[:, 0], dtype=torch.bool) if valid is None else valid.flatten()
-        expert_ids = torch.where(valid[:, None], expert_ids, num_experts)
-        slots = assign_slots(expert_ids, num_experts, self.block)
-        out = combine(self.experts(tokens, slots), weights, slots)
+        expert_ids = torch.where(valid[:, None], expert_ids, logits.shape[1])
+        out = self.experts(tokens, weights, expert_ids, self.block)
         return out.view_as(x), router_stats(logits, expert_ids, valid)
 
     # The names by which torchtitan's `apply_fsdp_to_decoder` finds the experts' weights.
@@ -280,16 +339,16 @@ class MoE(nn.Module):
 
 def router_stats(logits: Tensor, expert_ids: Tensor, valid: Tensor) -> RouterStats:
     """logits: [N, E] fp32, expert_ids: [N, k] with E where not valid, valid: [N] bool."""
-    mask = valid.to(logits.dtype)
+    mask = valid.to(logits.dtype)[:, None]
     log_probs = logits.log_softmax(dim=-1)
     probs = log_probs.exp()
     choices = expert_ids.flatten()
     counts = logits.new_zeros(logits.shape[1] + 1).index_add_(0, choices, torch.ones_like(choices, dtype=logits.dtype))
     return RouterStats(
         tokens_per_expert=counts[:-1],
-        prob_per_expert=mask @ probs,
-        logsumexp_squared=mask @ logits.logsumexp(dim=-1).square(),
-        entropy=-(mask @ (probs * log_probs).sum(-1)).detach(),
+        prob_per_expert=(mask * probs).sum(0),
+        logsumexp_squared=(mask * logits.logsumexp(dim=-1, keepdim=True).square()).sum(),
+        entropy=-(mask * probs * log_probs).sum().detach(),
         num_tokens=mask.sum(),
     )
 

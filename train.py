@@ -113,8 +113,8 @@ def micro_batches(
     return [data.batch(range(first, first + micro_batch_size))._asdict() for first in firsts]
 
 
-def count_tokens(rows: list[dict[str, np.ndarray]]) -> tuple[int, int]:
-    """(tokens that are not padding, supervised tokens) of the step, over all ranks."""
+def count_tokens(rows: list[dict[str, np.ndarray]], tp: int) -> tuple[int, int]:
+    """(tokens that are not padding, supervised tokens) of the step, over all ranks; tp of them share the same rows."""
     counts = torch.tensor(
         [
             sum(int((row["document_ids"] != PADDING_DOCUMENT).sum()) for row in rows),
@@ -122,7 +122,7 @@ def count_tokens(rows: list[dict[str, np.ndarray]]) -> tuple[int, int]:
         ]
     )
     dist.all_reduce(counts)
-    return tuple(counts.tolist())
+    return tuple((counts // tp).tolist())
 
 
 # ---------------------------------------------------------------------------------------------------------- one step
@@ -145,10 +145,15 @@ def learning_rate(step: int, settings: TrainConfig) -> float:
 
 def build_optimizer(model: Qwen3ForCausalLM, args: TrainConfig) -> torch.optim.AdamW:
     """AdamW that decays matrices (embedding and experts among them) and leaves norm weights and biases alone."""
-    parameters = list(model.parameters())
+    names = {"experts": [], "matrices": [], "norms and biases": []}
+    for name, parameter in model.named_parameters():
+        # Experts apart, because under expert parallelism they live on another mesh, and the fused step takes one.
+        kind = "norms and biases" if parameter.dim() < 2 else "experts" if ".experts." in name else "matrices"
+        names[kind].append(parameter)
     groups = [
-        {"name": "matrices", "params": [p for p in parameters if p.dim() >= 2], "weight_decay": args.weight_decay},
-        {"name": "norms and biases", "params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        {"name": name, "params": params, "weight_decay": 0.0 if name == "norms and biases" else args.weight_decay}
+        for name, params in names.items()
+        if params
     ]
     return torch.optim.AdamW(groups, lr=0.0, betas=args.adam_betas, eps=args.adam_eps, fused=True)
 
@@ -210,13 +215,15 @@ def read_step(losses: dict[str, Tensor], grad_norm: Tensor, totals: RouterStats 
     values: dict[str, Any] = {**dict(zip(losses, numbers, strict=False)), "grad_norm": norm}
     if totals is not None:
         ends = np.cumsum([tensor.numel() for tensor in totals])[:-1]
-        tokens, _, _, entropy, num_tokens = np.split(np.array(numbers[len(losses) :]), ends)
+        tokens, _, _, entropy, num_tokens, dropped = np.split(np.array(numbers[len(losses) :]), ends)
         tokens = tokens.reshape(totals.tokens_per_expert.shape)  # [MoE layers, E]
         values |= {
             "load_max_over_mean": (tokens.max(1) / tokens.mean(1)).tolist(),
             "dead_experts": (tokens == 0).mean(1).tolist(),
             "router_entropy": (entropy / num_tokens).tolist(),
         }
+        if dropped.any():
+            values["dropped_choices"] = int(dropped.sum())
     return values
 
 
@@ -259,9 +266,10 @@ def sample_text(model: Qwen3ForCausalLM, data: PackedText, tokenizer_folder: Pat
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    prompt = torch.as_tensor(data.tokens[:12].astype(np.int64)).to(device.torch_device, device.index_dtype)
-    ids = model.generate(prompt[None], max_new_tokens=48)[0].tolist()
-    return f"{tokenizer.decode(ids[:12])} [...] {tokenizer.decode(ids[12:])}"
+    prompt = torch.as_tensor(data.tokens[:16].astype(np.int64)).to(device.torch_device, device.index_dtype)
+    # 64 tokens in all: sequence parallelism cuts them over the tp ranks.
+    ids = model.generate(prompt[None], max_new_tokens=64 - len(prompt))[0].tolist()
+    return f"{tokenizer.decode(ids[:16])} [...] {tokenizer.decode(ids[16:])}"
 
 
 def train(args: TrainConfig) -> Path:
@@ -273,15 +281,19 @@ def train(args: TrainConfig) -> Path:
     # Whatever can be refused is refused here, before anything is written and before a weight is read.
     model_folder, commit = find_model(args)
     config = Qwen3Config.from_pretrained(model_folder)
-    dims = build_mesh(launch.WORLD_SIZE)
-    check_layout(config, dims)
     num_ranks = launch.WORLD_SIZE
-    micro_batch_size = args.micro_batch_size or max(1, args.global_batch_size // num_ranks)
-    num_micro_steps, rest = divmod(args.global_batch_size, micro_batch_size * num_ranks)
+    dims = build_mesh(num_ranks, args.dp_replicate, args.dp_shard, args.tp, args.ep)
+    check_layout(config, dims, args.seq_len)
+    if args.moe_capacity and not config.num_experts:
+        raise UserError("--moe-capacity needs a model with experts; this one is dense.")
+    data_ranks = num_ranks // args.tp
+    data_rank = launch.RANK // args.tp
+    micro_batch_size = args.micro_batch_size or max(1, args.global_batch_size // data_ranks)
+    num_micro_steps, rest = divmod(args.global_batch_size, micro_batch_size * data_ranks)
     if rest or not num_micro_steps:
         raise UserError(
-            f"--global-batch-size {args.global_batch_size} is not a multiple of {num_ranks} data ranks x "
-            f"--micro-batch-size {micro_batch_size} = {num_ranks * micro_batch_size} rows."
+            f"--global-batch-size {args.global_batch_size} is not a multiple of {data_ranks} data ranks x "
+            f"--micro-batch-size {micro_batch_size} = {data_ranks * micro_batch_size} rows."
         )
     pretrained = args.init != "random"
     if pretrained:
@@ -300,7 +312,8 @@ def train(args: TrainConfig) -> Path:
         )
 
     compute_dtype = device.compute_dtype(args.dtype)
-    model = build_model(config, dims, device, compute_dtype)
+    compile_backend = device.compile_backend(args.compile)
+    model = build_model(config, dims, device, compute_dtype, args.ac, compile_backend, args.moe_capacity)
     if pretrained:
         weights.read(dict(model.named_parameters()))
     else:
@@ -315,8 +328,8 @@ def train(args: TrainConfig) -> Path:
         f"weights    {f'random, seed {args.seed}' if not pretrained else args.init}",
         f"data       {format_count(data.num_tokens)} tokens in {data.num_documents} documents: "
         f"{data.rows_per_epoch} rows of {args.seq_len} an epoch",
-        f"step       {args.global_batch_size} rows = {args.global_batch_size * args.seq_len} tokens: {num_ranks} ranks "
-        f"x {num_micro_steps} micro-batches x {micro_batch_size} rows",
+        f"step       {args.global_batch_size} rows = {args.global_batch_size * args.seq_len} tokens: {data_ranks} data "
+        f"ranks x {num_micro_steps} micro-batches x {micro_batch_size} rows",
         f"length     {settings.steps} steps = {settings.steps * args.global_batch_size / data.rows_per_epoch:.2f} "
         "epochs",
         f"rate       {settings.lr:g} to {settings.min_lr:g}, {args.schedule}, {settings.warmup_steps} warm-up steps",
@@ -325,17 +338,21 @@ def train(args: TrainConfig) -> Path:
             f"{format_count(sum(p.numel() for p in group['params']))} parameters, decay {group['weight_decay']:g}"
             for group in optimizer.param_groups
         ),
+        f"layout     {num_ranks} ranks: dp_replicate {dims.dp_replicate} x dp_shard {dims.dp_shard} x tp {dims.tp}"
+        f"{f', ep {dims.ep}' if config.num_experts else ''}; recompute {args.ac}, compile {compile_backend or 'off'}",
         f"device     {num_ranks} x {device.type}; compute {compute_dtype}, weights and optimizer torch.float32",
         f"MFU        against {peak_flops / 1e9:,.0f} GFLOP/s a rank ({peak_source})",
     )
 
     log = RunLog(out, settings.steps) if launch.RANK == 0 else None
     totals = {"tokens": 0, "supervised_tokens": 0, "skipped_steps": 0}
+    if args.moe_capacity:
+        totals["dropped_choices"] = 0
     window_start, window_tokens, window_steps = time.perf_counter(), 0, 0
     for step in range(1, settings.steps + 1):
         position = (step - 1) * args.global_batch_size
-        rows = micro_batches(data, position, args.global_batch_size, micro_batch_size, num_ranks, launch.RANK)
-        num_tokens, num_supervised = count_tokens(rows)
+        rows = micro_batches(data, position, args.global_batch_size, micro_batch_size, data_ranks, data_rank)
+        num_tokens, num_supervised = count_tokens(rows, args.tp)
         batches = [
             {name: torch.as_tensor(array).to(device.torch_device, device.index_dtype) for name, array in row.items()}
             for row in rows
@@ -352,10 +369,12 @@ def train(args: TrainConfig) -> Path:
             continue
 
         losses, router = forward_backward(
-            model, batches, num_supervised, settings.router_aux_loss_coef, args.router_z_loss_coef
+            model, batches, num_supervised, settings.router_aux_loss_coef, args.router_z_loss_coef, args.tp
         )
-        grad_norm = clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        grad_norm = clip_grad_norm_(model.parameters(), args.max_grad_norm, ep_enabled=args.ep > 1)
         values = read_step(losses, grad_norm, router)
+        if args.moe_capacity:
+            totals["dropped_choices"] += values.get("dropped_choices", 0)
         if step == 1 and pretrained and args.load_check:
             check_loaded(values["loss"], config)
         if math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"]):

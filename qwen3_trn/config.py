@@ -52,6 +52,7 @@ _MOE_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 _POSITIVE = (
     *("seq_len", "steps", "epochs", "global_batch_size", "micro_batch_size"),
     *("lr", "adam_eps", "max_grad_norm", "dist_timeout", "log_every"),
+    *("dp_replicate", "tp", "ep", "moe_capacity"),
 )
 _NOT_NEGATIVE = ("min_lr", "warmup_steps", "weight_decay", "router_aux_loss_coef", "router_z_loss_coef")
 
@@ -331,6 +332,20 @@ class TrainConfig:
     # Weight of the router's z-loss; 0 does not compute it.
     router_z_loss_coef: float = 0.0
 
+    # Data ranks that hold whole copies of the weights (HSDP).
+    dp_replicate: int = 1
+    # Data ranks that share the weights (FSDP). -1: all that are left.
+    dp_shard: int = -1
+    # Ranks that share each matmul and the sequence (tensor parallelism).
+    tp: int = 1
+    # Ranks among dp-shard x tp that share the experts (expert parallelism).
+    ep: int = 1
+    # Activation checkpointing: none; full keeps each layer's input; selective also what matmuls and attention return.
+    ac: Literal["none", "full", "selective"] = "none"
+    # torch.compile of each layer. auto: on accelerators.
+    compile: Literal["auto", "on", "off"] = "auto"
+    # Rows an expert takes at most, times the mean; what overflows is dropped, counted, printed. Default: no bound.
+    moe_capacity: float | None = None
     # Of compute; weights and optimizer stay fp32. auto: bf16 on accelerators, fp32 on CPU.
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     # Seconds that a collective waits for a missing rank.
@@ -356,6 +371,8 @@ class TrainConfig:
             if not value >= 0 or not finite or (name in _POSITIVE and value == 0):
                 expected = "more than 0" if name in _POSITIVE else "0 or more"
                 raise UserError(f"--{name.replace('_', '-')} is {value}; expected {expected}, and finite.")
+        if self.dp_shard != -1 and self.dp_shard < 1:
+            raise UserError(f"--dp-shard is {self.dp_shard}; expected 1 or more, or -1 for all ranks that are left.")
         if not all(0 <= beta < 1 for beta in self.adam_betas):
             raise UserError(f"--adam-betas are {self.adam_betas}; expected two numbers from 0 up to, not including, 1.")
         if self.steps is not None and self.epochs is not None:

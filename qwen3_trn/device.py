@@ -64,6 +64,12 @@ class Device:
             flag = "fp32" if self.type == "cpu" else "bf16"
         return {"bf16": torch.bfloat16, "fp32": torch.float32}[flag]
 
+    def compile_backend(self, flag: str) -> str | None:
+        """torch.compile's backend for --compile, None for not at all. auto compiles on accelerators."""
+        if flag == "off" or (flag == "auto" and self.type == "cpu"):
+            return None
+        return "neuron" if self.type == "neuron" else "inductor"
+
     def synchronize(self) -> None:
         """Wait for all queued work: before reading a clock."""
         if self.type != "cpu":

@@ -96,7 +96,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _local_targets(
     labels: Tensor, supervised: Tensor, vocab_size: int, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """The labels as rows [N, 1] of this rank's vocabulary (0 where they are none), and whether they are, bool [N, 1]."""
+    """The labels as rows [N, 1] of this rank's vocabulary, 0 where they are none, and whether they are, bool [N, 1]."""
     if group is None:
         # A label that is neither IGNORE_INDEX nor in the vocabulary stays as it is, for gather to refuse.
         return torch.where(supervised, labels, 0)[:, None], supervised[:, None]

@@ -33,6 +33,7 @@ COLUMNS: dict[str, Callable[[Any], str]] = {
     "peak_memory_bytes": lambda peak: f"mem {format_bytes(peak):>8}",
     "load_max_over_mean": lambda layers: f"load {max(layers):5.2f}",
     "dead_experts": lambda layers: f"dead {fmean(layers):5.1%}",
+    "dropped_choices": lambda dropped: f"dropped {dropped}",
 }
 
 

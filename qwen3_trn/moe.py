@@ -12,6 +12,7 @@ alone: nothing is ever dropped, no size depends on the data, and the host is nev
 Shape letters: N tokens, H hidden, I intermediate, E experts, k experts per token, S slots.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ class RouterStats(NamedTuple):
     logsumexp_squared: Tensor  # [] fp32: for the z-loss, with gradient
     entropy: Tensor  # [] fp32, nats, without gradient
     num_tokens: Tensor  # [] fp32: valid tokens
+    num_dropped: Tensor  # [] fp32: choices that --moe-capacity left no slot for, without gradient
 
 
 class Slots(NamedTuple):
@@ -57,27 +59,40 @@ def route(logits: Tensor, num_experts_per_tok: int, norm_topk_prob: bool) -> tup
     return weights, expert_ids
 
 
-def num_slots(num_tokens: int, k: int, num_experts: int, block: int) -> int:
-    """The static bound S: every choice fits, and so does each expert's padding, whatever the routing."""
+def expert_capacity(num_tokens: int, k: int, num_experts: int, factor: float, block: int) -> int:
+    """Rows that --moe-capacity leaves an expert: `factor` times the mean, rounded up to whole blocks."""
+    return math.ceil(factor * num_tokens * k / num_experts / block) * block
+
+
+def num_slots(num_tokens: int, k: int, num_experts: int, block: int, capacity: int | None = None) -> int:
+    """The static bound S. Without a capacity every choice and every expert's padding fits, whatever the routing."""
     rows = num_tokens * min(k, num_experts) + num_experts * (block - 1)
-    return -(-rows // block) * block
+    worst_case = -(-rows // block) * block
+    return worst_case if capacity is None else min(worst_case, num_experts * capacity)
 
 
 @torch.no_grad()
-def assign_slots(expert_ids: Tensor, num_experts: int, block: int) -> Slots:
-    """Give every choice a slot, expert by expert, in token order. expert_ids: [N, k]; an id of E means no expert."""
+def assign_slots(expert_ids: Tensor, num_experts: int, block: int, capacity: int | None = None) -> Slots:
+    """Give every choice a slot, expert by expert, in token order.
+
+    expert_ids: [N, k]; an id of E means no expert. capacity: slots an expert has at most, a multiple of `block`; the
+    choices that come after it is full get none.
+    """
     num_tokens, k = expert_ids.shape
-    size = num_slots(num_tokens, k, num_experts, block)
+    size = num_slots(num_tokens, k, num_experts, block, capacity)
     flat = expert_ids.flatten()
     order = flat.argsort(stable=True).int()
     sorted_ids = flat[order]
     # Of the sorted choices, expert e's are [starts[e], starts[e + 1]); those of id E come last and get no slot.
     starts = torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, device=flat.device, dtype=torch.int32)).int()
-    padded = (starts.diff() + block - 1) // block * block
+    counts = starts.diff()
+    kept = counts if capacity is None else counts.clamp(max=capacity)
+    padded = (kept + block - 1) // block * block
     group_ends = padded.cumsum(0, dtype=torch.int32)
     group_starts = F.pad(group_ends, (1, 0))
     rank_in_group = torch.arange(flat.numel(), device=flat.device, dtype=torch.int32) - starts[sorted_ids]
-    slot = torch.where(sorted_ids < num_experts, group_starts[sorted_ids] + rank_in_group, size).int()
+    has_slot = rank_in_group < F.pad(kept, (0, 1))[sorted_ids]  # none of id E has
+    slot = torch.where(has_slot, group_starts[sorted_ids] + rank_in_group, size).int()
     slot_of_choice = torch.empty_like(slot).scatter_(0, order, slot)
     # Choices without a slot all write the extra last element, which is then cut off.
     choice_of_slot = torch.full((size + 1,), flat.numel(), device=flat.device, dtype=torch.int32)
@@ -231,7 +246,7 @@ def combine(y: Tensor, weights: Tensor, slots: Slots) -> Tensor:
 
 
 class _GatherTokens(torch.autograd.Function):
-    """All-gather of tokens, routing weights and expert ids over a group, in one collective; backward reduce-scatters."""
+    """All-gather of tokens, routing weights and expert ids, in one collective; backward reduce-scatters."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weights: Tensor, expert_ids: Tensor, group: dist.ProcessGroup):
@@ -265,32 +280,44 @@ class Experts(nn.Module):
     def __init__(self, config: Qwen3Config):
         super().__init__()
         self.num_experts = config.num_experts
+        self.block = 1  # rows that an expert's slots are padded to a multiple of
+        self.capacity: float | None = None  # --moe-capacity
         self.group: dist.ProcessGroup | None = None
         wide = (config.num_experts, config.moe_intermediate_size, config.hidden_size)
         self.gate_proj = nn.Parameter(torch.empty(wide))
         self.up_proj = nn.Parameter(torch.empty(wide))
         self.down_proj = nn.Parameter(torch.empty(wide[0], wide[2], wide[1]))
 
-    def forward(self, x: Tensor, weights: Tensor, expert_ids: Tensor, block: int) -> Tensor:
-        """x: [N, H], weights: [N, k] fp32, expert_ids: [N, k] int32, E where a token goes nowhere -> [N, H]."""
-        if self.group is None:
-            return self.contribution(x, weights, expert_ids, block)
-        all_x, all_weights, all_ids = _GatherTokens.apply(x, weights, expert_ids, self.group)
-        # One source rank at a time: buffers then are those of one rank's tokens, however skewed the routing.
-        sources = zip(*(t.chunk(self.group.size()) for t in (all_x, all_weights, all_ids)), strict=True)
-        parts = torch.cat([self.contribution(*source, block) for source in sources])
-        return funcol.wait_tensor(funcol.reduce_scatter_single_autograd(parts, "sum", 0, self.group))
+    def forward(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """x: [N, H], weights: [N, k] fp32, expert_ids: [N, k] int32, E where a token goes nowhere.
 
-    def contribution(self, x: Tensor, weights: Tensor, expert_ids: Tensor, block: int) -> Tensor:
-        """What this rank's slice of the experts adds to each token, [N, H]."""
+        Returns [N, H], and how many choices were dropped here, int32 [].
+        """
+        if self.group is None:
+            return self.contribution(x, weights, expert_ids)
+        gathered = _GatherTokens.apply(x, weights, expert_ids, self.group)
+        # One source rank at a time: buffers then are those of one rank's tokens, however skewed the routing.
+        sources = zip(*(tensor.chunk(self.group.size()) for tensor in gathered), strict=True)
+        parts, dropped = zip(*(self.contribution(*source) for source in sources), strict=True)
+        out = funcol.wait_tensor(funcol.reduce_scatter_single_autograd(torch.cat(parts), "sum", 0, self.group))
+        return out, torch.stack(dropped).sum(dtype=torch.int32)
+
+    def contribution(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """What this rank's slice of the experts adds to each token, [N, H], and how many choices it dropped."""
         gate_proj, up_proj, down_proj = map(_local, (self.gate_proj, self.up_proj, self.down_proj))
         num_here = gate_proj.shape[0]
+        capacity = None
+        if self.capacity is not None:
+            capacity = expert_capacity(*expert_ids.shape, self.num_experts, self.capacity, self.block)
+        # Of experts that are cut along I every rank drops the same choices; one of them counts them.
+        counts_drops = self.group is None or num_here < self.num_experts or self.group.rank() == 0
         if num_here < self.num_experts:
             ids_here = expert_ids - self.group.rank() * num_here
             expert_ids = torch.where((ids_here >= 0) & (ids_here < num_here), ids_here, num_here)
-        slots = assign_slots(expert_ids, num_here, block)
+        slots = assign_slots(expert_ids, num_here, self.block, capacity)
         y, _, _ = moe_experts(x, *slots, gate_proj, up_proj, down_proj)
-        return combine(y, weights, slots)
+        dropped = (expert_ids < num_here) & (slots.slot_of_choice == y.shape[0])
+        return combine(y, weights, slots), dropped.sum(dtype=torch.int32) * counts_drops
 
 
 def _local(parameter: Tensor) -> Tensor:
@@ -309,8 +336,6 @@ class Router(nn.Linear):
 class MoE(nn.Module):
     """Router and experts of one layer, in the place of the dense MLP."""
 
-    block = 1  # rows that an expert's slots are padded to a multiple of
-
     def __init__(self, config: Qwen3Config):
         super().__init__()
         self.num_experts_per_tok = config.num_experts_per_tok
@@ -324,8 +349,8 @@ class MoE(nn.Module):
         logits = self.gate(tokens)
         weights, expert_ids = route(logits, self.num_experts_per_tok, self.norm_topk_prob)
         expert_ids = torch.where(valid[:, None], expert_ids, logits.shape[1])
-        out = self.experts(tokens, weights, expert_ids, self.block)
-        return out.view_as(x), router_stats(logits, expert_ids, valid)
+        out, num_dropped = self.experts(tokens, weights, expert_ids)
+        return out.view_as(x), router_stats(logits, expert_ids, valid, num_dropped)
 
     # The names by which torchtitan's `apply_fsdp_to_decoder` finds the experts' weights.
     @property
@@ -337,7 +362,7 @@ class MoE(nn.Module):
         return self.experts
 
 
-def router_stats(logits: Tensor, expert_ids: Tensor, valid: Tensor) -> RouterStats:
+def router_stats(logits: Tensor, expert_ids: Tensor, valid: Tensor, num_dropped: Tensor | int = 0) -> RouterStats:
     """logits: [N, E] fp32, expert_ids: [N, k] with E where not valid, valid: [N] bool."""
     mask = valid.to(logits.dtype)[:, None]
     log_probs = logits.log_softmax(dim=-1)
@@ -350,6 +375,7 @@ def router_stats(logits: Tensor, expert_ids: Tensor, valid: Tensor) -> RouterSta
         logsumexp_squared=(mask * logits.logsumexp(dim=-1, keepdim=True).square()).sum(),
         entropy=-(mask * probs * log_probs).sum().detach(),
         num_tokens=mask.sum(),
+        num_dropped=logits.new_zeros(()) + num_dropped,
     )
 
 

@@ -38,19 +38,19 @@ def build_mesh(world_size: int, dp_replicate: int = 1, dp_shard: int = -1, tp: i
     if dp_shard == -1 and world_size % others == 0:
         dp_shard = world_size // others
     if dp_replicate * dp_shard * tp != world_size:
+        if world_size % others:
+            advice = f"--dp-replicate x --tp must be one of {_divisors(world_size)}."
+        else:
+            advice = f"--dp-shard {world_size // others} would fit, and is what leaving it away means."
         raise UserError(
-            f"--dp-replicate {dp_replicate} x --dp-shard {dp_shard} x --tp {tp} is not the number of ranks, {world_size}. "
-            + (
-                f"--dp-shard {world_size // others} would fit, and so does leaving it away."
-                if world_size % others == 0
-                else f"Choose --dp-replicate and --tp so that their product divides {world_size}: {_divisors(world_size)}."
-            )
+            f"--dp-replicate {dp_replicate} x --dp-shard {dp_shard} x --tp {tp} is not the number of ranks, "
+            f"{world_size}: {advice}"
         )
-    if dp_shard * tp % ep or ep % tp and ep > 1:
-        fitting = [d for d in _divisors(dp_shard * tp) if d == 1 or d % tp == 0]
+    fitting = [d for d in _divisors(dp_shard * tp) if d == 1 or d % tp == 0]
+    if ep not in fitting:
         raise UserError(
-            f"--ep {ep} does not fit: it must divide dp_shard x tp = {dp_shard} x {tp} = {dp_shard * tp} and be a "
-            f"multiple of tp (or 1). Possible: {fitting}."
+            f"--ep {ep} does not fit: it must divide dp_shard x tp = {dp_shard} x {tp} and be 1 or a multiple of tp. "
+            f"Possible: {fitting}."
         )
     dims = ParallelDims(
         dp_replicate=dp_replicate,
@@ -101,8 +101,8 @@ def check_layout(config: Qwen3Config, dims: ParallelDims, seq_len: int) -> None:
         for what, size in (("moe_intermediate_size", intermediate), ("hidden_size", config.hidden_size)):
             if size % shards:
                 raise UserError(
-                    f"{shards * dims.ep} ranks share the {config.num_experts} experts, so that each expert is split over "
-                    f"{shards}; but {what} ({size} a rank) is not a multiple of {shards}. Use fewer ranks, more "
+                    f"{shards * dims.ep} ranks share the {config.num_experts} experts, so each expert is split over "
+                    f"{shards} ranks; but {what} ({size} a rank) is not a multiple of that. Use fewer ranks, more "
                     f"--dp-replicate, or more --ep."
                 )
 
@@ -114,6 +114,7 @@ def build_model(
     compute_dtype: torch.dtype,
     recompute: str = "none",
     compile_backend: str | None = None,
+    moe_capacity: float | None = None,
 ) -> Qwen3ForCausalLM:
     """A sharded model with fp32 weights, allocated but not initialised, that computes in `compute_dtype`.
 
@@ -123,8 +124,7 @@ def build_model(
         model = Qwen3ForCausalLM(config)
     if dims.tp_enabled:
         apply_tensor_parallel(model, dims.get_mesh("tp"))
-    if config.num_experts:
-        slice_experts(model, dims)
+    slice_experts(model, dims, moe_capacity)
     for layer in model.model.layers:
         layer.forward = wrap_forward(layer.forward, recompute, compile_backend)
     apply_fsdp(model, dims, compute_dtype)
@@ -135,9 +135,9 @@ def build_model(
 def apply_tensor_parallel(model: Qwen3ForCausalLM, mesh: DeviceMesh) -> None:
     """Megatron's tensor parallelism with sequence parallelism (arXiv 1909.08053, 2205.05198).
 
-    Between the blocks each rank has its part of the sequence, as a plain tensor. Every parameter becomes a DTensor on the
-    mesh, those of the norms and of the router too: each rank computes their gradient from its heads or tokens alone,
-    and DTensor sums them.
+    Between the blocks each rank has its part of the sequence, as a plain tensor. Every parameter becomes a DTensor on
+    the mesh, those of the norms and of the router too: each rank computes their gradient from its heads or tokens
+    alone, and DTensor sums them.
     """
     sequence = Shard(1)
     plan = {
@@ -193,19 +193,21 @@ def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: S
     setattr(module, name, nn.Parameter(sharded))
 
 
-def slice_experts(model: Qwen3ForCausalLM, dims: ParallelDims) -> None:
-    """Give each rank of the ep group whole experts, or without one each tp rank a part of every expert's I."""
+def slice_experts(model: Qwen3ForCausalLM, dims: ParallelDims, capacity: float | None) -> None:
+    """Give each rank of an ep group whole experts, or without ep each tp rank a part of every expert's I."""
+    axis, placements = None, {}
     if dims.ep > 1:
-        mesh, placements = dims.get_mesh("ep"), {"gate_proj": Shard(0), "up_proj": Shard(0), "down_proj": Shard(0)}
+        axis, placements = "ep", {"gate_proj": Shard(0), "up_proj": Shard(0), "down_proj": Shard(0)}
     elif dims.tp_enabled:
-        mesh, placements = dims.get_mesh("tp"), {"gate_proj": Shard(1), "up_proj": Shard(1), "down_proj": Shard(2)}
-    else:
-        return
+        axis, placements = "tp", {"gate_proj": Shard(1), "up_proj": Shard(1), "down_proj": Shard(2)}
     for layer in model.model.layers:
-        if layer.moe_enabled:
-            layer.mlp.experts.group = mesh.get_group()
-            for name, placement in placements.items():
-                shard_parameter(layer.mlp.experts, name, mesh, placement)
+        if not layer.moe_enabled:
+            continue
+        layer.mlp.experts.capacity = capacity
+        if axis is not None:
+            layer.mlp.experts.group = dims.get_mesh(axis).get_group()
+        for name, placement in placements.items():
+            shard_parameter(layer.mlp.experts, name, dims.get_mesh(axis), placement)
 
 
 def wrap_forward(forward: Callable, recompute: str, compile_backend: str | None) -> Callable:

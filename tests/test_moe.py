@@ -20,6 +20,12 @@ from qwen3_trn.model import Qwen3ForCausalLM
 from qwen3_trn.moe import MoE, RouterStats, Slots, assign_slots, balance_loss, combine, moe_experts, route, z_loss
 from tests.common import tiny_config
 
+
+def all_valid(x: Tensor) -> Tensor:
+    """No padding among tokens x [B, T, H]."""
+    return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+
+
 # --------------------------------------------------------------------------------------------------------------- slots
 
 
@@ -143,7 +149,7 @@ def make_layer(
     raw = tiny_config(moe=True, hidden_size=hidden, moe_intermediate_size=intermediate)
     raw |= {"num_experts": num_experts, "num_experts_per_tok": k, "norm_topk_prob": norm}
     layer = MoE(Qwen3Config.from_dict(raw)).to(dtype)
-    layer.block = block
+    layer.experts.block = block
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_(0, 0.5)
@@ -345,9 +351,9 @@ def test_router_works_in_fp32_in_a_bf16_model():
         layer.gate.weight[1, 1] = 2.0**-12
     x = torch.zeros(1, 1, 8, dtype=torch.bfloat16)
     x[..., :2] = 1.0
-    assert layer(x, None)[1].tokens_per_expert.tolist() == [0, 1]
+    assert layer(x, all_valid(x))[1].tokens_per_expert.tolist() == [0, 1]
     layer.gate.weight.data[1, 1] *= -1
-    assert layer(x, None)[1].tokens_per_expert.tolist() == [1, 0]
+    assert layer(x, all_valid(x))[1].tokens_per_expert.tolist() == [1, 0]
 
 
 def stats_of(logits: Tensor, k: int, valid: Tensor | None = None) -> RouterStats:
@@ -391,7 +397,7 @@ def test_balance_and_z_loss_by_hand():
 def test_balanced_routing_has_the_least_loss_which_is_k():
     """f and P uniform: E * E * (k/E) * (1/E) = k, whatever the number of layers."""
     stats = RouterStats(
-        torch.full((3, 8), 5.0), torch.full((3, 8), 2.5), torch.zeros(3), torch.zeros(3), torch.full((3,), 20.0)
+        torch.full((3, 8), 5.0), torch.full((3, 8), 2.5), *torch.zeros(2, 3), torch.full((3,), 20.0), torch.zeros(3)
     )
     assert torch.allclose(balance_loss(stats, stats), torch.tensor(2.0))
 
@@ -443,7 +449,7 @@ def test_tokens_per_expert_sums_to_valid_tokens_times_k_exactly(k):
     _, stats = layer(torch.randn(2, 300, 8), valid)
     assert stats.tokens_per_expert.sum().item() == valid.sum().item() * k
     assert stats.num_tokens.item() == valid.sum().item()
-    _, stats = layer(torch.randn(2, 300, 8), None)
+    _, stats = layer(torch.randn(2, 300, 8), torch.ones(2, 300, dtype=torch.bool))
     assert stats.tokens_per_expert.sum().item() == 600 * k
 
 
@@ -468,16 +474,16 @@ def test_losses_of_a_batch_of_nothing_but_padding_are_zero(loss):
 def test_entropy_and_counts_carry_no_gradient_and_probabilities_do():
     logits = torch.randn(1, 5, 6, requires_grad=True)
     stats = stats_of(logits, 2)
-    assert [s.requires_grad for s in stats] == [False, True, True, False, False]
+    assert [s.requires_grad for s in stats] == [False, True, True, False, False, False]
     assert torch.allclose(stats.prob_per_expert.sum(), torch.tensor(5.0))
 
 
 def test_a_layer_is_the_same_function_whatever_the_block():
     layer = make_layer(2, 6, 8, 12, torch.float32, 1, True)
     x = torch.randn(2, 9, 8)
-    out = layer(x, None)[0]
-    for layer.block in (4, 128):
-        assert torch.allclose(layer(x, None)[0], out, atol=1e-6)
+    out = layer(x, all_valid(x))[0]
+    for layer.experts.block in (4, 128):
+        assert torch.allclose(layer(x, all_valid(x))[0], out, atol=1e-6)
 
 
 def test_compiled_layer_has_no_graph_break_and_the_same_gradients():
@@ -497,9 +503,11 @@ def test_compiled_layer_has_no_graph_break_and_the_same_gradients():
 def test_activation_recomputation_changes_nothing():
     layer = make_layer(2, 6, 8, 12, torch.float32, 4, True)
     x = torch.randn(1, 9, 8)
-    out, gradients = gradients_of(layer, x, lambda x: layer(x, None)[0])
+    out, gradients = gradients_of(layer, x, lambda x: layer(x, all_valid(x))[0])
     recomputed, recomputed_gradients = gradients_of(
-        layer, x, lambda x: torch.utils.checkpoint.checkpoint(lambda x: layer(x, None)[0], x, use_reentrant=False)
+        layer,
+        x,
+        lambda x: torch.utils.checkpoint.checkpoint(lambda x: layer(x, all_valid(x))[0], x, use_reentrant=False),
     )
     assert torch.equal(out, recomputed)
     assert all(torch.equal(gradients[name], recomputed_gradients[name]) for name in gradients)
@@ -508,7 +516,7 @@ def test_activation_recomputation_changes_nothing():
 def test_a_meta_forward_allocates_nothing_and_asks_nothing():
     with torch.device("meta"):
         layer = MoE(Qwen3Config.from_dict(tiny_config(moe=True)))
-        out, stats = layer(torch.empty(2, 5, 32), None)
+        out, stats = layer(torch.empty(2, 5, 32), torch.empty(2, 5, dtype=torch.bool))
         out.sum().backward()
     assert out.shape == (2, 5, 32) and stats.tokens_per_expert.shape == (8,)
     assert layer.experts.gate_proj.grad.shape == (8, 24, 32)

@@ -132,10 +132,11 @@ def verify_logits(written: HFFolder, config: Qwen3Config, read: Callable[[str], 
     length = min(64, config.max_position_embeddings)
     ids = torch.arange(length)[None] * 7919 % config.vocab_size
     cos, sin = rope_tables(config, torch.arange(length)[None], torch.float32)
+    valid = torch.ones(1, length, dtype=torch.bool)
     blocks: list[tuple[str, nn.Module, Callable]] = [
         ("model.embed_tokens", model.model.embed_tokens, lambda block, x: block(ids)),
         *(
-            (f"model.layers.{i}", layer, lambda block, x: block(x, cos, sin, None, None)[0])
+            (f"model.layers.{i}", layer, lambda block, x: block(x, cos, sin, None, valid)[0])
             for i, layer in enumerate(model.model.layers)
         ),
         ("model.norm", model.model.norm, lambda block, x: block(x)),

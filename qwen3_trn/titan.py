@@ -26,6 +26,8 @@ from torchtitan.tools.logging import logger
 
 # Its progress lines ("Building device mesh with ...") say nothing that the trainer does not print.
 logger.setLevel(logging.WARNING)
+# DTensor says at length that reducing a norm over two mesh axes takes two all-reduces, of one number each.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 __all__ = ["ParallelDims", "apply_fsdp_to_decoder", "clip_grad_norm_", "force_sum_reduction"]
 

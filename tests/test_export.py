@@ -215,3 +215,21 @@ def test_a_wrong_config_is_found_and_nothing_is_left(tmp_path, runs, monkeypatch
     with pytest.raises(RuntimeError, match=r"config\.json"):
         export.export(find_checkpoint(runs / "dense-yarn"), tmp_path / "out", torch.bfloat16, 10**9)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["dense", "moe"])
+def test_any_layout_exports_the_same_bytes(name, tmp_path):
+    """What was loaded on 4 ranks, split in any way, comes out as save_pretrained in one process writes it."""
+    from tests.run_reexport import LAYOUTS
+
+    changes = {"vocab_size": 128, "num_key_value_heads": 4, "tie_word_embeddings": name == "dense"}
+    model = Qwen3ForCausalLM(Qwen3Config.from_dict(tiny_config(moe=name == "moe", **changes)))
+    model.save_pretrained(tmp_path / "model", torch.float32)
+    expected = (tmp_path / "model" / "model.safetensors").read_bytes()
+    succeeded(run_python("tests/run_reexport.py", tmp_path / "model", tmp_path, ranks=4))
+    for number, layout in enumerate(LAYOUTS):
+        if "ep" in layout and name == "dense":
+            continue
+        source = tmp_path / str(number) / "checkpoints" / "step_0"
+        export.export(source, tmp_path / f"again-{number}", torch.float32, 5_000_000_000)
+        assert (tmp_path / f"again-{number}" / "model.safetensors").read_bytes() == expected, layout

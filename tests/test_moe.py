@@ -529,3 +529,39 @@ def test_silu_gradient_formula():
     silu = gate * sigmoid
     expected = torch.autograd.grad(F.silu(gate).sum(), gate)[0]
     assert torch.allclose(sigmoid + silu - silu * sigmoid, expected, atol=1e-14)
+
+
+# ------------------------------------------------------------------------------------------------------- capacity
+
+
+@pytest.mark.parametrize("block, capacity", [(1, 3), (4, 4)])
+def test_a_full_expert_drops_what_comes_later_and_the_count_is_exact(block, capacity):
+    """7 tokens to expert 0, one to expert 2: of capacity c, the first c stay, in token order."""
+    ids = torch.tensor([[0]] * 7 + [[2]], dtype=torch.int32)
+    slots = assign_slots(ids, 3, block, capacity)
+    size = slots.choice_of_slot.shape[0]
+    assert size == min(3 * capacity, moe.num_slots(8, 1, 3, block))
+    kept = slots.slot_of_choice.flatten() < size
+    assert kept.tolist() == [True] * capacity + [False] * (7 - capacity) + [True]
+
+
+@pytest.mark.parametrize("factor, expected", [(None, 0), (1.0, 24), (2.0, 16), (4.0, 0)])
+def test_dropped_choices_are_counted_and_give_zero(factor, expected, monkeypatch):
+    """32 tokens, all to expert 1 of 4, k 1: the mean is 8 rows an expert, so factor f keeps 8 f of them."""
+    layer = make_layer(1, 4, 8, 8, torch.float32, 1, True)
+    layer.experts.capacity = factor
+    monkeypatch.setattr(moe, "route", lambda logits, k, norm: (torch.ones(32, 1), torch.ones(32, 1).int()))
+    x = torch.randn(2, 16, 8)
+    out, stats = layer(x, all_valid(x))
+    assert stats.num_dropped.item() == expected
+    assert stats.tokens_per_expert.tolist() == [0, 32, 0, 0]  # what the router chose, kept or not
+    is_zero = (out.flatten(0, 1) == 0).all(-1)
+    assert is_zero.tolist() == [False] * (32 - expected) + [True] * expected
+
+
+def test_the_default_drops_nothing_however_skewed():
+    layer = make_layer(2, 8, 8, 8, torch.float32, 1, True)
+    assert layer.experts.capacity is None
+    x = torch.randn(1, 1, 8).expand(4, 64, 8)  # one token repeated: all choose the same two experts
+    _, stats = layer(x, all_valid(x))
+    assert stats.num_dropped.item() == 0 and stats.tokens_per_expert.max().item() == 256

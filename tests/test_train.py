@@ -113,6 +113,21 @@ def test_same_command_twice_and_resolved_config_repeats_it(newcomer):
     assert not (where / "again" / "hf").exists()
 
 
+def test_every_way_to_split_from_the_command_line(newcomer):
+    """2 ranks that share heads, sequence, vocabulary and experts start from the loss of 2 that share only the data."""
+    where, out, _ = newcomer
+    flags = ["--tp", 2, "--ep", 2, "--ac", "selective", "--moe-capacity", "1.5", "--steps", 2, "--log-every", 1]
+    split = where / "split"
+    environment = {"cwd": where, "QWEN3_TRN_CACHE": str(where / "cache")}
+    printed = succeeded(run_python(REPO / "train.py", *flags, "--out", split, ranks=2, **environment))
+    assert "tp 2, ep 2; recompute selective, compile off" in printed
+    assert records(split)[0]["loss"] == pytest.approx(records(out)[0]["loss"], abs=0.01)
+    # Both ranks see the same rows: tokens are counted once.
+    assert records(split)[-1]["tokens"] == 2 * 8 * 512
+    assert "dropped" in printed and records(split)[-1]["dropped_choices"] > 0
+    assert "missing 0, unexpected 0" in printed
+
+
 def in_process(monkeypatch, out, *flags) -> list[dict]:
     """Run train.py's main in this process, as a world of one."""
     monkeypatch.setattr(sys, "argv", ["train.py", "--out", str(out), "--log-every", "1", *map(str, flags)])
@@ -275,6 +290,11 @@ BAD_FLAGS = {
     "steps and epochs": (["--steps", "1", "--epochs", "1"], "--steps and --epochs are both given"),
     "zero": (["--steps", "0"], "--steps is 0; expected more than 0"),
     "aux loss of a dense model": (["--model", "{tmp}/dense", "--router-aux-loss-coef", "0.1"], "this one is dense"),
+    "layout": (["--tp", "2"], "--tp 2 is not the number of ranks, 1"),
+    "experts of a dense model": (
+        ["--model", "{tmp}/dense", "--moe-capacity", "1"],
+        "--moe-capacity needs a model with",
+    ),
     "no tokenizer": (["--model", "{tmp}/bare"], "tokenizer"),
 }
 

@@ -7,10 +7,15 @@ import hashlib
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 _BLOCK_ROWS = 1024  # rows that are drawn from one generator; an expert is a block of its own
+
+
+def local_tensor(parameter: Tensor) -> Tensor:
+    """What this rank holds of a parameter as a plain tensor, through which gradients flow back."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def owned_part(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
@@ -22,14 +27,16 @@ def owned_part(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     """
     if not isinstance(parameter, DTensor):
         return parameter.detach(), tuple(slice(0, size) for size in parameter.shape)
+    if any(placement.is_partial() for placement in parameter.placements):
+        raise NotImplementedError(f"a parameter placed as {parameter.placements} cannot be initialised or loaded")
     bounds = [(0, size) for size in parameter.shape]
-    axes = [(axis, p) for axis, p in enumerate(parameter.placements) if not isinstance(p, Replicate)]
+    axes = [(axis, p) for axis, p in enumerate(parameter.placements) if isinstance(p, Shard | _StridedShard)]
     for axis, placement in sorted(axes, key=lambda item: isinstance(item[1], _StridedShard)):
         start, stop = bounds[placement.dim]
         chunk = -(-(stop - start) // parameter.device_mesh.size(axis))
         rank = parameter.device_mesh.get_local_rank(axis)
         bounds[placement.dim] = min(start + rank * chunk, stop), min(start + (rank + 1) * chunk, stop)
-    return parameter.to_local().detach(), tuple(slice(*bound) for bound in bounds)
+    return local_tensor(parameter).detach(), tuple(slice(*bound) for bound in bounds)
 
 
 def init_weights(parameters: dict[str, Tensor], std: float, seed: int) -> None:

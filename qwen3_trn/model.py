@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from qwen3_trn import checkpoint, generate
 from qwen3_trn.config import Qwen3Config
 from qwen3_trn.folders import new_folder
-from qwen3_trn.init import init_weights
+from qwen3_trn.init import init_weights, local_tensor
 from qwen3_trn.loss import count_supervised, linear_cross_entropy
 from qwen3_trn.moe import MoE, RouterStats
 
@@ -219,10 +219,9 @@ class LMHead(nn.Linear):
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         """x: [B, T, H] -> logits [B, T, V]; with labels [B, T] -> the summed cross-entropy, a scalar."""
-        weight = self.weight
+        weight = local_tensor(self.weight)
         if self.group is not None:
             x = funcol.wait_tensor(funcol.all_gather_single_autograd(x, 1, self.group))
-            weight = weight.to_local()
         if labels is not None:
             return linear_cross_entropy(x.flatten(0, 1), weight, labels.flatten(), self.group)
         logits = F.linear(x, weight)

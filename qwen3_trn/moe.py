@@ -20,10 +20,10 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from qwen3_trn.config import Qwen3Config
+from qwen3_trn.init import local_tensor
 
 
 class RouterStats(NamedTuple):
@@ -304,24 +304,22 @@ class Experts(nn.Module):
 
     def contribution(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> tuple[Tensor, Tensor]:
         """What this rank's slice of the experts adds to each token, [N, H], and how many choices it dropped."""
-        gate_proj, up_proj, down_proj = map(_local, (self.gate_proj, self.up_proj, self.down_proj))
+        gate_proj, up_proj, down_proj = map(local_tensor, (self.gate_proj, self.up_proj, self.down_proj))
         num_here = gate_proj.shape[0]
+        rank = 0 if self.group is None else self.group.rank()
         capacity = None
         if self.capacity is not None:
-            capacity = expert_capacity(*expert_ids.shape, self.num_experts, self.capacity, self.block)
+            num_tokens, k = expert_ids.shape
+            capacity = expert_capacity(num_tokens, k, self.num_experts, self.capacity, self.block)
         # Of experts that are cut along I every rank drops the same choices; one of them counts them.
-        counts_drops = self.group is None or num_here < self.num_experts or self.group.rank() == 0
+        counts_drops = num_here < self.num_experts or rank == 0
         if num_here < self.num_experts:
-            ids_here = expert_ids - self.group.rank() * num_here
+            ids_here = expert_ids - rank * num_here
             expert_ids = torch.where((ids_here >= 0) & (ids_here < num_here), ids_here, num_here)
         slots = assign_slots(expert_ids, num_here, self.block, capacity)
         y, _, _ = moe_experts(x, *slots, gate_proj, up_proj, down_proj)
         dropped = (expert_ids < num_here) & (slots.slot_of_choice == y.shape[0])
         return combine(y, weights, slots), dropped.sum(dtype=torch.int32) * counts_drops
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 class Router(nn.Linear):

@@ -29,6 +29,7 @@ from qwen3_trn.config import Qwen3Config
 from qwen3_trn.device import Device
 from qwen3_trn.errors import UserError
 from qwen3_trn.model import Qwen3ForCausalLM
+from qwen3_trn.moe import Experts
 from qwen3_trn.titan import ParallelDims, apply_fsdp_to_decoder, force_sum_reduction
 
 
@@ -200,14 +201,12 @@ def slice_experts(model: Qwen3ForCausalLM, dims: ParallelDims, capacity: float |
         axis, placements = "ep", {"gate_proj": Shard(0), "up_proj": Shard(0), "down_proj": Shard(0)}
     elif dims.tp_enabled:
         axis, placements = "tp", {"gate_proj": Shard(1), "up_proj": Shard(1), "down_proj": Shard(2)}
-    for layer in model.model.layers:
-        if not layer.moe_enabled:
-            continue
-        layer.mlp.experts.capacity = capacity
+    for experts in (module for module in model.modules() if isinstance(module, Experts)):
+        experts.capacity = capacity
         if axis is not None:
-            layer.mlp.experts.group = dims.get_mesh(axis).get_group()
+            experts.group = dims.get_mesh(axis).get_group()
         for name, placement in placements.items():
-            shard_parameter(layer.mlp.experts, name, dims.get_mesh(axis), placement)
+            shard_parameter(experts, name, dims.get_mesh(axis), placement)
 
 
 def wrap_forward(forward: Callable, recompute: str, compile_backend: str | None) -> Callable:

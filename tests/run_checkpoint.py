@@ -58,7 +58,7 @@ def check(folder: Path, out: Path) -> None:
     device, dims = Device(), build_mesh(launch.WORLD_SIZE)
     config = Qwen3Config.from_pretrained(folder)
     expected = load_file(folder / "expected.safetensors")
-    check_layout(config, dims)
+    check_layout(config, dims, 32)
     model = build_model(config, dims, device, torch.float32)
     parameters = dict(model.named_parameters())
     if 0 < config.num_experts < launch.WORLD_SIZE:

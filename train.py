@@ -284,6 +284,7 @@ def train(args: TrainConfig) -> Path:
     num_ranks = launch.WORLD_SIZE
     dims = build_mesh(num_ranks, args.dp_replicate, args.dp_shard, args.tp, args.ep)
     check_layout(config, dims, args.seq_len)
+    compile_backend = device.compile_backend(args.compile, args.ac)
     if args.moe_capacity and not config.num_experts:
         raise UserError("--moe-capacity needs a model with experts; this one is dense.")
     data_ranks = num_ranks // args.tp
@@ -312,7 +313,6 @@ def train(args: TrainConfig) -> Path:
         )
 
     compute_dtype = device.compute_dtype(args.dtype)
-    compile_backend = device.compile_backend(args.compile)
     model = build_model(config, dims, device, compute_dtype, args.ac, compile_backend, args.moe_capacity)
     if pretrained:
         weights.read(dict(model.named_parameters()))

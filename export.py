@@ -73,7 +73,7 @@ def export(source: Path, folder: Path, dtype: torch.dtype, max_shard_bytes: int)
         checkpoint.save_hf(unfinished, config, shapes, read, dtype, max_shard_bytes)
         state = json.loads((source / "trainer.json").read_text(encoding="utf-8"))
         card = MODEL_CARD.format(
-            name=folder.resolve().name,
+            name=folder.resolve().parent.name if folder.name == "hf" else folder.resolve().name,
             model_type=config.model_type,
             parameters=format_count(sum(shape.numel() for shape in shapes.values())),
             step=state["step"],
@@ -97,6 +97,12 @@ def export(source: Path, folder: Path, dtype: torch.dtype, max_shard_bytes: int)
     )
 
 
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equality of every bit, for which nan equals itself. Of tensors of one dtype."""
+    integer = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
+
+
 def verify_values(
     written: HFFolder, shapes: dict[str, torch.Size], read: Callable[[str], Tensor], dtype: torch.dtype
 ) -> int:
@@ -106,9 +112,8 @@ def verify_values(
         expected = read(name).to(dtype)
         for piece in pieces_of(name, shape, fused=False):
             tensor = written.view(piece.key)[:]
-            if tensor.dtype != dtype or not torch.equal(
-                tensor, expected if piece.expert is None else expected[piece.expert]
-            ):
+            wanted = expected if piece.expert is None else expected[piece.expert]
+            if tensor.dtype != dtype or not same_bits(tensor, wanted):
                 raise RuntimeError(f"export: {piece.key} in {written.folder} is not what the checkpoint holds")
             num_tensors += 1
     return num_tensors
@@ -153,7 +158,7 @@ def verify_logits(written: HFFolder, config: Qwen3Config, read: Callable[[str], 
             fill(parameters)
             outputs.append(run(block, x))
             block.to("meta")
-        if not torch.equal(*outputs):
+        if not same_bits(*outputs):
             raise RuntimeError(f"export: {prefix} computes other values from {written.folder} than from the checkpoint")
         from_both = tuple(outputs)
 
@@ -161,7 +166,8 @@ def verify_logits(written: HFFolder, config: Qwen3Config, read: Callable[[str], 
 def main() -> None:
     args = tyro.cli(ExportConfig, prog="export.py", args=sys.argv[1:])
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[args.dtype]
-    export(checkpoint.find_checkpoint(args.run), Path(args.folder), dtype, parse_size(args.max_shard_size))
+    if launch.RANK == 0:
+        export(checkpoint.find_checkpoint(args.run), Path(args.folder), dtype, parse_size(args.max_shard_size))
 
 
 if __name__ == "__main__":

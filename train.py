@@ -85,6 +85,10 @@ def resolve(args: TrainConfig, config: Qwen3Config, data: PackedText, micro_batc
     if args.epochs is not None:
         steps = max(1, round(args.epochs * data.rows_per_epoch / args.global_batch_size))
     lr = args.lr or (1e-3 if args.init == "random" else 1e-5)
+    if args.min_lr is not None and args.min_lr > lr:
+        raise UserError(f"--min-lr {args.min_lr:g} is above --lr {lr:g}.")
+    if args.warmup_steps is not None and args.warmup_steps > steps:
+        raise UserError(f"--warmup-steps {args.warmup_steps} is more than the run's {steps} steps.")
     aux_coef = config.router_aux_loss_coef if args.router_aux_loss_coef == "config" else args.router_aux_loss_coef
     if (aux_coef or args.router_z_loss_coef) and not config.num_experts:
         raise UserError(
@@ -253,7 +257,9 @@ def check_loaded(loss: float, config: Qwen3Config) -> None:
     """Published weights start far below ln(vocabulary), the loss of a model that knows nothing."""
     ln_vocab = math.log(config.vocab_size)
     print0(f"first loss {loss:.4f}; random weights would give about ln({config.vocab_size}) = {ln_vocab:.2f}")
-    if not loss < 0.95 * ln_vocab:
+    if not math.isfinite(loss):
+        raise UserError(f"the first loss is {loss}: the loaded weights hold values that are not finite, or overflow.")
+    if loss >= 0.95 * ln_vocab:
         raise UserError(
             f"the first loss is {loss:.2f}, and ln(vocabulary) is {ln_vocab:.2f}: the loaded weights look random. "
             "Either they do not belong to this config and tokenizer, or the data is nothing like what they were "
@@ -289,13 +295,15 @@ def train(args: TrainConfig) -> Path:
         raise UserError("--moe-capacity needs a model with experts; this one is dense.")
     data_ranks = num_ranks // args.tp
     data_rank = launch.RANK // args.tp
-    micro_batch_size = args.micro_batch_size or max(1, args.global_batch_size // data_ranks)
-    num_micro_steps, rest = divmod(args.global_batch_size, micro_batch_size * data_ranks)
-    if rest or not num_micro_steps:
+    if args.global_batch_size % (data_ranks * (args.micro_batch_size or 1)):
+        micro = f" x --micro-batch-size {args.micro_batch_size}" if args.micro_batch_size else ""
+        step = data_ranks * (args.micro_batch_size or 1)
         raise UserError(
-            f"--global-batch-size {args.global_batch_size} is not a multiple of {data_ranks} data ranks x "
-            f"--micro-batch-size {micro_batch_size} = {data_ranks * micro_batch_size} rows."
+            f"--global-batch-size {args.global_batch_size} is not a multiple of {data_ranks} data ranks{micro}; "
+            f"{max(1, args.global_batch_size // step) * step} would be."
         )
+    micro_batch_size = args.micro_batch_size or args.global_batch_size // data_ranks
+    num_micro_steps = args.global_batch_size // (data_ranks * micro_batch_size)
     pretrained = args.init != "random"
     if pretrained:
         weights = checkpoint.HFFolder(model_folder)
@@ -305,7 +313,8 @@ def train(args: TrainConfig) -> Path:
     out = Path(launch.run_once("out", lambda: str(choose_out(args, model_folder))))
     if launch.RANK == 0:
         facts = {"device": device.type, "world_size": num_ranks, "model_folder": str(model_folder), "commit": commit}
-        write_run_files(out, dataclasses.asdict(settings), facts)
+        # Without `out`, so that --config OUT/config.toml repeats the run elsewhere.
+        write_run_files(out, dataclasses.asdict(settings) | {"out": None, "config": None}, facts)
     dist.barrier()
     if not (out / "config.toml").is_file():
         raise UserError(
@@ -406,6 +415,8 @@ def train(args: TrainConfig) -> Path:
     state = {"step": settings.steps, "position": settings.steps * args.global_batch_size, **totals}
     state["settings"] = dataclasses.asdict(settings)
     saved = checkpoint.save_checkpoint(out, settings.steps, dict(model.named_parameters()), state, model_folder)
+    if totals["skipped_steps"]:
+        print0(f"warning: {totals['skipped_steps']} of {settings.steps} steps were skipped, see above")
     print0(f"checkpoint {saved}")
     text = sample_text(model, data, model_folder, device)
     if log:

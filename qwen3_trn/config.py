@@ -54,7 +54,7 @@ _POSITIVE = (
     *("lr", "adam_eps", "max_grad_norm", "dist_timeout", "log_every"),
     *("dp_replicate", "tp", "ep", "moe_capacity"),
 )
-_NOT_NEGATIVE = ("min_lr", "warmup_steps", "weight_decay", "router_aux_loss_coef", "router_z_loss_coef")
+_NOT_NEGATIVE = ("seed", "min_lr", "warmup_steps", "weight_decay", "router_aux_loss_coef", "router_z_loss_coef")
 
 
 @dataclass(frozen=True)
@@ -145,6 +145,11 @@ class Qwen3Config:
             raise UserError(
                 f"{where}: use_sliding_window (or layer_types) asks for sliding-window attention, which is not "
                 "implemented. No released Qwen3 model uses it; with use_sliding_window false, the window is ignored."
+            )
+        if raw.get("quantization_config"):
+            raise UserError(
+                f"{where}: quantization_config is there, but quantized weights cannot be trained. Use the model's bf16 "
+                "release, or remove the key if the weights are not quantized."
             )
         if raw.get("attention_dropout"):
             raise UserError(

@@ -7,6 +7,7 @@ with new_folder("my-model") as unfinished:
 import contextlib
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,8 +23,8 @@ def new_folder(folder: str | Path) -> Iterator[Path]:
     folder = Path(folder).resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not empty; nothing is overwritten. Name another folder, or remove it.")
-    unfinished = folder.with_name(folder.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    # A name of its own, so that two processes that write the same folder do not write into each other's.
+    unfinished = folder.with_name(f"{folder.name}.unfinished-{uuid.uuid4().hex[:8]}")
     unfinished.mkdir(parents=True)
     try:
         yield unfinished

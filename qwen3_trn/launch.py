@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -88,11 +88,17 @@ def tell_once(what: str, tell: Callable[[], None]) -> None:
             store().wait([key + "/told"], timedelta(seconds=10))
 
 
-def run(main: Callable[[], None]) -> None:
-    """Call main(). A UserError is printed once, without a traceback, and every process exits with code 1."""
+def run(main: Callable[[], None]) -> NoReturn:
+    """Call main() and exit. UserError, or what the file system refused, is one message, no traceback, and code 1."""
+    code = 0
     try:
         main()
-    except UserError as error:
+    except (UserError, OSError) as error:
         message = f"error: {error}"
         tell_once(message, lambda: print(message, file=sys.stderr, flush=True))
-        sys.exit(1)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Without the interpreter's own tear-down, in which a process group's threads now and then abort a loaded machine's
+    # process (torch 2.13, gloo): that would turn a finished run into a failed one.
+    os._exit(code)

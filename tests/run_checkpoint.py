@@ -117,7 +117,7 @@ def check(folder: Path, out: Path) -> None:
 
 
 def main() -> None:
-    launch.init_process_group("gloo", 60)
+    launch.init_process_group("gloo", 240)
     torch.set_num_threads(1)
     models, runs = map(Path, sys.argv[1:])
     for folder in sorted(models.iterdir()):

@@ -23,7 +23,7 @@ from qwen3_trn.parallel import build_mesh, build_model
 
 
 def main() -> None:
-    launch.init_process_group("gloo", 60)
+    launch.init_process_group("gloo", 240)
     models, runs = map(Path, sys.argv[1:])
     for folder in sorted(models.iterdir()):
         config = Qwen3Config.from_pretrained(folder)

@@ -162,7 +162,7 @@ def randomise(model: Qwen3ForCausalLM) -> None:
 
 def main() -> None:
     out, names = Path(sys.argv[1]), sys.argv[2:]
-    launch.init_process_group("gloo", 60)
+    launch.init_process_group("gloo", 240)
     torch.set_num_threads(1)
     for name, (ranks, model_name, mesh, options) in CASES.items():
         if ranks != launch.WORLD_SIZE or (names and name not in names):
@@ -182,4 +182,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    launch.run(main)

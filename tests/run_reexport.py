@@ -28,7 +28,7 @@ LAYOUTS = [
 
 def main() -> None:
     folder, out = map(Path, sys.argv[1:])
-    launch.init_process_group("gloo", 60)
+    launch.init_process_group("gloo", 240)
     config = Qwen3Config.from_pretrained(folder)
     for number, layout in enumerate(LAYOUTS):
         if "ep" in layout and not config.num_experts:
@@ -41,4 +41,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    launch.run(main)

@@ -60,7 +60,7 @@ def one_step(model, micro_batch_size: int, coefs: dict[str, float]) -> dict:
 
 def main() -> None:
     out = Path(sys.argv[1])
-    launch.init_process_group("gloo", 60)
+    launch.init_process_group("gloo", 240)
     torch.set_num_threads(1)
     num_ranks = dist.get_world_size()
     dims = build_mesh(num_ranks)
@@ -78,4 +78,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    launch.run(main)

@@ -475,7 +475,17 @@ def test_what_a_killed_save_left_is_no_obstacle(tmp_path):
     (tmp_path / "model.unfinished").mkdir()
     (tmp_path / "model.unfinished" / "model-00001-of-00009.safetensors").write_text("half")
     our_model().save_pretrained(tmp_path / "model")
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["config.json", "model", "model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_two_writers_of_one_folder_do_not_mix(tmp_path):
+    """The first to finish has the name; the other fails and leaves nothing."""
+    with pytest.raises(OSError, match="not empty"), new_folder(tmp_path / "model") as slow:
+        (slow / "from").write_text("slow")
+        with new_folder(tmp_path / "model") as fast:
+            (fast / "from").write_text("fast")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert (tmp_path / "model" / "from").read_text() == "fast"
 
 
 # ------------------------------------------------------------------------------------------- several ranks, checkpoints

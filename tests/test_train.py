@@ -154,6 +154,13 @@ def test_random_weights_do_not_pass_for_published_ones(random_folder, cache, tmp
     assert in_process(monkeypatch, tmp_path / "run", *flags, "--no-load-check")
 
 
+def test_weights_that_are_not_finite_are_not_called_random(random_folder, cache, tmp_path, monkeypatch):
+    folder = shutil.copytree(random_folder, tmp_path / "model")
+    edit_weights(lambda tensors: tensors["model.norm.weight"].fill_(math.nan))(folder)
+    with pytest.raises(UserError, match="the first loss is nan: the loaded weights hold values that are not finite"):
+        in_process(monkeypatch, tmp_path / "run", "--init", folder, "--steps", 1)
+
+
 def test_data_without_supervised_tokens_is_skipped_and_said(cache, tmp_path, monkeypatch, capsys):
     """Rows of one token: those that hold an end of text have no label, and nothing turns into nan."""
     (tmp_path / "short.txt").write_text("a")
@@ -208,10 +215,11 @@ def test_learning_rate(schedule):
 
 def test_decay_is_for_matrices_only():
     model = Qwen3ForCausalLM(Qwen3Config.from_pretrained(TINY))
-    matrices, rest = train.build_optimizer(model, TrainConfig(weight_decay=0.3)).param_groups
-    assert (matrices["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)
-    assert all(p.dim() >= 2 for p in matrices["params"]) and all(p.dim() == 1 for p in rest["params"])
-    assert len(matrices["params"]) + len(rest["params"]) == len(list(model.parameters()))
+    experts, matrices, rest = train.build_optimizer(model, TrainConfig(weight_decay=0.3)).param_groups
+    assert [group["weight_decay"] for group in (experts, matrices, rest)] == [0.3, 0.3, 0.0]
+    assert all(p.dim() == 1 for p in rest["params"]) and all(p.dim() == 2 for p in matrices["params"])
+    assert all(p.dim() == 3 for p in experts["params"])
+    assert len({p for group in (experts, matrices, rest) for p in group["params"]}) == len(list(model.parameters()))
 
 
 # ------------------------------------------------------------------------------------------------- bad input
@@ -261,6 +269,7 @@ BAD_MODELS = {
         edit_weights(lambda t: t.update({"model.layers.0.mlp.experts.down_proj": torch.ones(8, 128, 128)})),
         "holds the experts twice",
     ),
+    "quantized": (edit_config(quantization_config={"quant_method": "fp8"}), "quantized weights cannot be trained"),
     "foreign tokenizer": (edit_config(vocab_size=500), "mis-shaped"),
 }
 
@@ -283,6 +292,9 @@ BAD_FLAGS = {
     "sequence too long": (["--seq-len", "4096"], "--seq-len 4096 is more than the model's max_position_embeddings"),
     "batch": (["--global-batch-size", "6", "--micro-batch-size", "4"], "--global-batch-size 6 is not a multiple of"),
     "micro batch": (["--global-batch-size", "2", "--micro-batch-size", "4"], "--global-batch-size 2 is not a multiple"),
+    "min lr": (["--lr", "1e-4", "--min-lr", "1"], "--min-lr 1 is above --lr 0.0001"),
+    "warm-up": (["--steps", "5", "--warmup-steps", "6"], "--warmup-steps 6 is more than the run's 5 steps"),
+    "seed": (["--seed", "-1"], "--seed is -1; expected 0 or more"),
     "init": (["--init", "nowhere"], "--init is 'nowhere'"),
     "two models": (["--init", "{tmp}", "--model", "x"], "remove --model x"),
     "vocabulary": (["--model", "{tmp}/small"], "is beyond the model's vocabulary of 300 rows"),
@@ -349,3 +361,10 @@ def test_unknown_flag_exits_with_2_and_help_with_0():
     assert process.returncode == 0
     for name in TrainConfig.__dataclass_fields__:
         assert f"--{name.replace('_', '-')}" in process.stdout
+
+
+def test_what_the_file_system_refuses_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    process = run_python("train.py", "--out", tmp_path / "file", QWEN3_TRN_CACHE=str(tmp_path / "cache"))
+    assert process.returncode == 1
+    assert process.stderr.strip().splitlines() == [f"error: [Errno 17] File exists: '{tmp_path / 'file'}'"]

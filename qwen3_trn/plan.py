@@ -42,7 +42,7 @@ from qwen3_trn.loss import chunk_rows
 from qwen3_trn.metrics import format_bytes, format_count
 from qwen3_trn.model import Qwen3ForCausalLM
 from qwen3_trn.parallel import build_mesh, build_meta_model, check_layout
-from qwen3_trn.titan import ParallelDims, clip_grad_norm_
+from qwen3_trn.titan import clip_grad_norm_
 
 _DEVICE = Device("neuron")  # what is planned for; nothing here touches one
 _COLLECTIVES = {
@@ -193,10 +193,11 @@ def _count_step(config: Qwen3Config, args: TrainConfig, num_ranks: int) -> Count
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
         dims = build_mesh(num_ranks, args.dp_replicate, args.dp_shard, args.tp, args.ep)
+        check_layout(config, dims, args.seq_len)
         micro_batch_size, num_micro_steps = train.split_batch(args, num_ranks // args.tp)
         compute_dtype = _DEVICE.compute_dtype(args.dtype)
         model = build_meta_model(config, dims, compute_dtype, args.ac, moe_capacity=args.moe_capacity)
-        tracer = _Tracer(_group_names(dims))
+        tracer = _Tracer(_group_names(model))
 
         def enter_second_half(grad: Tensor) -> None:
             tracer.phase = "second half"
@@ -244,12 +245,11 @@ def _count_step(config: Qwen3Config, args: TrainConfig, num_ranks: int) -> Count
     return counts
 
 
-def _group_names(dims: ParallelDims) -> dict[str, str]:
+def _group_names(model: Qwen3ForCausalLM) -> dict[str, str]:
+    """Label of each process group by its name: those of the meshes that parameters are spread over."""
     names = {dist.group.WORLD.group_name: "all ranks"}
-    for axis, label in _AXES.items():
-        mesh = dims.get_optional_mesh(axis)
-        if mesh is not None:
-            names[mesh.get_group().group_name] = label
+    for mesh in {parameter.device_mesh for parameter in model.parameters()}:
+        names |= {mesh.get_group(axis).group_name: _AXES[axis] for axis in mesh.mesh_dim_names}
     return names
 
 

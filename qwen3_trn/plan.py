@@ -29,8 +29,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_python_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from qwen3_trn import launch, moe
@@ -154,7 +156,15 @@ class _Tracer(TorchDispatchMode):
             self._watch(storage)
             self._resize(storage._cdata, storage.nbytes())
 
+        # DTensor infers the shapes of whole tensors by running operations on fake ones, which a run has not in memory.
+        infer_shape = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def infer_shape_unwatched(*args):
+            with _disable_current_modes():
+                return infer_shape(*args)
+
         with (
+            mock.patch.object(ShardingPropagator, infer_shape.__name__, infer_shape_unwatched),
             mock.patch.object(torch.UntypedStorage, "resize_", resize_and_watch),
             mock.patch.object(moe, "_grouped_mm", _grouped_mm_shape),
             FakeTensorMode(allow_non_fake_inputs=True),
@@ -236,6 +246,9 @@ def _count_step(config: Qwen3Config, args: TrainConfig, num_ranks: int) -> Count
             )
     finally:
         dist.destroy_process_group()
+        # They hold meshes, which the next count would take for its own.
+        _clear_fast_path_sharding_prop_cache()
+        _clear_python_sharding_prop_cache()
     for (part, *key), number in tracer.collectives.items():
         counts["collectives", *key] += number * (num_micro_steps if part == "micro-batch" else 1)
     for phase, peak in tracer.peaks.items():

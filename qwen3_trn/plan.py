@@ -281,11 +281,12 @@ def make_plan(config: Qwen3Config, args: TrainConfig, num_ranks: int) -> Plan:
 
     train.check_flags(args, config)
     depth = config.num_hidden_layers
-    if depth > 3 and len({config.is_moe_layer(layer) for layer in range(depth)}) == 1:
-        two, three = (
-            _count_step(dataclasses.replace(config, num_hidden_layers=layers), args, num_ranks) for layers in (2, 3)
+    if depth > 4 and len({config.is_moe_layer(layer) for layer in range(depth)}) == 1:
+        # Not fewer: the last layers' weights and gradients are still on their way when the one before needs its own.
+        three, four = (
+            _count_step(dataclasses.replace(config, num_hidden_layers=layers), args, num_ranks) for layers in (3, 4)
         )
-        counts = {key: two[key] + (depth - 2) * (three[key] - two[key]) for key in three}
+        counts = {key: three[key] + (depth - 3) * (four[key] - three[key]) for key in four}
     else:
         counts = dict(_count_step(config, args, num_ranks))
     peak = max(number for key, number in counts.items() if key[0] == "peak")

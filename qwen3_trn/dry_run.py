@@ -214,9 +214,9 @@ def count_step(config: Qwen3Config, args: TrainConfig, num_ranks: int) -> Counte
 
 def _group_names(model: Qwen3ForCausalLM) -> dict[str, str]:
     """Label of each process group by its name: those of the meshes that parameters are spread over."""
-    names = {dist.distributed_c10d._get_default_group().group_name: "all ranks"}
+    names: dict[str, str] = {dist.distributed_c10d._get_default_group().group_name: "all ranks"}
     for mesh in {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}:
-        names |= {mesh.get_group(axis).group_name: _AXES[axis] for axis in mesh.mesh_dim_names}
+        names |= {mesh.get_group(axis).group_name: _AXES[axis] for axis in mesh.mesh_dim_names or ()}
     return names
 
 

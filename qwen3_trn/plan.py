@@ -136,12 +136,12 @@ def nearest_fit(config: Qwen3Config, args: TrainConfig, plan: Plan) -> tuple[str
         kv_heads = config.num_key_value_heads
         changes += [{**least, "tp": tp} for tp in range(args.tp + 1, kv_heads + 1) if kv_heads % tp == 0]
     for factor in (2, 4, 8, 16, 32, 64):
-        more = {"plan_ranks": factor * ranks, "micro_batch_size": plan.micro_batch_size}
-        changes += [more, {**more, **least}]
+        changes += [{"plan_ranks": factor * ranks}, {"plan_ranks": factor * ranks, **least}]
     for change in changes:
         new_ranks = change.get("plan_ranks", ranks)
         tried = dataclasses.replace(args, **change)
-        rows = (tried.micro_batch_size or plan.micro_batch_size) * (new_ranks // tried.tp)
+        data_ranks = new_ranks // tried.tp
+        rows = data_ranks * (tried.micro_batch_size or max(1, args.global_batch_size // data_ranks))
         if args.global_batch_size % rows:
             change["global_batch_size"] = -(-args.global_batch_size // rows) * rows
             tried = dataclasses.replace(tried, **change)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from export import export
-from qwen3_trn import checkpoint, hub, launch
+from qwen3_trn import checkpoint, hub, launch, plan
 from qwen3_trn.config import Qwen3Config, TrainConfig, parse_args, parse_size
 from qwen3_trn.data import PackedText, cache_folder, find_files, tokenize
 from qwen3_trn.device import Device
@@ -54,20 +54,40 @@ def find_model(args: TrainConfig) -> tuple[Path, str | None]:
     if Path(model).is_dir():
         return Path(model), None
     print0(f"fetching {model} from the hub")
-    with_weights = args.init == "hub"
+    with_weights = args.init == "hub" and not args.plan
     folder, commit = launch.run_once(
         "download", lambda: [str(x) for x in hub.download(model, args.revision, with_weights)], per_node=True
     )
     return Path(folder), commit
 
 
-def open_data(args: TrainConfig, config: Qwen3Config, tokenizer: Path) -> PackedText:
-    """Tokenise --data once a node, into a cache that later runs share, and open it as packed rows."""
+def check_flags(args: TrainConfig, config: Qwen3Config) -> None:
+    """Raises UserError for settings that the model cannot have."""
     if args.seq_len > config.max_position_embeddings:
         raise UserError(
             f"--seq-len {args.seq_len} is more than the model's max_position_embeddings "
             f"({config.max_position_embeddings})."
         )
+    if args.moe_capacity and not config.num_experts:
+        raise UserError("--moe-capacity needs a model with experts; this one is dense.")
+
+
+def split_batch(args: TrainConfig, data_ranks: int) -> tuple[int, int]:
+    """(rows of a micro-batch, micro-batches a step) of each data rank. Raises UserError if they do not divide."""
+    step = data_ranks * (args.micro_batch_size or 1)
+    if args.global_batch_size % step:
+        micro = f" x --micro-batch-size {args.micro_batch_size}" if args.micro_batch_size else ""
+        raise UserError(
+            f"--global-batch-size {args.global_batch_size} is not a multiple of {data_ranks} data ranks{micro}; "
+            f"{max(1, args.global_batch_size // step) * step} would be."
+        )
+    micro_batch_size = args.micro_batch_size or args.global_batch_size // data_ranks
+    num_micro_steps = args.global_batch_size // (data_ranks * micro_batch_size)
+    return micro_batch_size, num_micro_steps
+
+
+def open_data(args: TrainConfig, config: Qwen3Config, tokenizer: Path) -> PackedText:
+    """Tokenise --data once a node, into a cache that later runs share, and open it as packed rows."""
     files = find_files(args.data)
     cache = launch.run_once("tokenize", lambda: str(tokenize(files, tokenizer, cache_folder())), per_node=True)
     data = PackedText(Path(cache), args.seq_len, args.seed)
@@ -290,20 +310,11 @@ def train(args: TrainConfig) -> Path:
     num_ranks = launch.WORLD_SIZE
     dims = build_mesh(num_ranks, args.dp_replicate, args.dp_shard, args.tp, args.ep)
     check_layout(config, dims, args.seq_len)
+    check_flags(args, config)
     compile_backend = device.compile_backend(args.compile, args.ac)
-    if args.moe_capacity and not config.num_experts:
-        raise UserError("--moe-capacity needs a model with experts; this one is dense.")
     data_ranks = num_ranks // args.tp
     data_rank = launch.RANK // args.tp
-    if args.global_batch_size % (data_ranks * (args.micro_batch_size or 1)):
-        micro = f" x --micro-batch-size {args.micro_batch_size}" if args.micro_batch_size else ""
-        step = data_ranks * (args.micro_batch_size or 1)
-        raise UserError(
-            f"--global-batch-size {args.global_batch_size} is not a multiple of {data_ranks} data ranks{micro}; "
-            f"{max(1, args.global_batch_size // step) * step} would be."
-        )
-    micro_batch_size = args.micro_batch_size or args.global_batch_size // data_ranks
-    num_micro_steps = args.global_batch_size // (data_ranks * micro_batch_size)
+    micro_batch_size, num_micro_steps = split_batch(args, data_ranks)
     pretrained = args.init != "random"
     if pretrained:
         weights = checkpoint.HFFolder(model_folder)
@@ -429,6 +440,9 @@ def train(args: TrainConfig) -> Path:
 
 def main() -> None:
     args = parse_args(sys.argv[1:])
+    if args.plan:
+        plan.print_plan(args)
+        return
     saved = train(args)
     # The export needs one process and can take long, so the others have gone by now.
     if args.export and launch.RANK == 0:

@@ -52,7 +52,7 @@ _MOE_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 _POSITIVE = (
     *("seq_len", "steps", "epochs", "global_batch_size", "micro_batch_size"),
     *("lr", "adam_eps", "max_grad_norm", "dist_timeout", "log_every"),
-    *("dp_replicate", "tp", "ep", "moe_capacity"),
+    *("dp_replicate", "tp", "ep", "moe_capacity", "plan_ranks"),
 )
 _NOT_NEGATIVE = ("seed", "min_lr", "warmup_steps", "weight_decay", "router_aux_loss_coef", "router_z_loss_coef")
 
@@ -356,6 +356,11 @@ class TrainConfig:
     # Seconds that a collective waits for a missing rank.
     dist_timeout: int = 600
 
+    # Print what a run needs, without weights or an accelerator, and exit.
+    plan: bool = False
+    # ... for this many ranks. Default: those of torchrun.
+    plan_ranks: int | None = None
+
     # The run's folder. Default: a fresh runs/NAME-K.
     out: str | None = None
     # Steps from one console line to the next.
@@ -380,6 +385,8 @@ class TrainConfig:
             raise UserError(f"--dp-shard is {self.dp_shard}; expected 1 or more, or -1 for all ranks that are left.")
         if not all(0 <= beta < 1 for beta in self.adam_betas):
             raise UserError(f"--adam-betas are {self.adam_betas}; expected two numbers from 0 up to, not including, 1.")
+        if self.plan_ranks is not None and not self.plan:
+            raise UserError("--plan-ranks says for how many ranks to plan; add --plan, or remove it.")
         if self.steps is not None and self.epochs is not None:
             raise UserError("--steps and --epochs are both given; either says how long to train. Remove one.")
         parse_size(self.max_shard_size)

@@ -20,6 +20,8 @@ from qwen3_trn.errors import UserError
 # "Trainium2 architecture"). A device that is not listed is measured.
 _PEAK_FLOPS = {"trn2": 667e12 / 4}
 
+TRAINIUM2_MEMORY = 24 * 2**30  # bytes of HBM of a logical core: 96 GiB a chip with 4 of them (AWS, the same page)
+
 
 def _device_type() -> str:
     accelerator = torch.accelerator.current_accelerator()

@@ -37,13 +37,18 @@ def count_supervised(labels: Tensor) -> Tensor:
     return (labels != IGNORE_INDEX).sum(dtype=torch.int32)
 
 
+def chunk_rows(num_tokens: int, vocab_size: int) -> int:
+    """Tokens whose logits are formed at once. vocab_size: the rows of it that are here."""
+    return max(1, min(num_tokens, _CHUNK_BYTES // (4 * vocab_size)))
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, hidden: Tensor, weight: Tensor, labels: Tensor, group: dist.ProcessGroup | None, grad_enabled: bool
     ) -> Tensor:
         num_tokens, vocab_size = hidden.shape[0], weight.shape[0]
-        chunk = max(1, min(num_tokens, _CHUNK_BYTES // (4 * vocab_size)))
+        chunk = chunk_rows(num_tokens, vocab_size)
         # needs_input_grad alone says what the inputs want, also under no_grad.
         needs_hidden, needs_weight = (grad_enabled and needed for needed in ctx.needs_input_grad[:2])
         hidden_grad = torch.empty_like(hidden) if needs_hidden else None

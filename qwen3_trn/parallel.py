@@ -121,6 +121,20 @@ def build_model(
 
     Built on the meta device, so that no rank ever holds the whole. Gradients are reduced in fp32.
     """
+    model = build_meta_model(config, dims, compute_dtype, recompute, compile_backend, moe_capacity)
+    model.materialize(device.torch_device)
+    return model
+
+
+def build_meta_model(
+    config: Qwen3Config,
+    dims: ParallelDims,
+    compute_dtype: torch.dtype,
+    recompute: str = "none",
+    compile_backend: str | None = None,
+    moe_capacity: float | None = None,
+) -> Qwen3ForCausalLM:
+    """`build_model` up to, and without, the allocation of memory: plan.py goes on from here in its own way."""
     with torch.device("meta"):
         model = Qwen3ForCausalLM(config)
     if dims.tp_enabled:
@@ -129,7 +143,6 @@ def build_model(
     for layer in model.model.layers:
         layer.forward = wrap_forward(layer.forward, recompute, compile_backend)
     apply_fsdp(model, dims, compute_dtype)
-    model.materialize(device.torch_device)
     return model
 
 

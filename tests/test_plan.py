@@ -28,7 +28,7 @@ OTHER_SHAPES = [case for case in SHAPES if case not in THREE_SHAPES]
 RECIPES = sorted(path.name for path in (REPO / "configs").glob("*.toml"))
 # name of a recipe -> size and ranks of its machine
 RECIPE = re.compile(r"qwen3-(?P<size>[\w.-]+?)-(?P<machine>(?P<nodes>4x-)?trn2\.(?:3|48)xlarge)\.toml")
-FAST_RECIPES = [name for name in RECIPES if name.endswith("trn2.3xlarge.toml") or "-8b-" in name]
+FAST_RECIPES = [name for name in RECIPES if name.endswith("trn2.3xlarge.toml")]
 
 
 @functools.cache

@@ -303,6 +303,7 @@ def train(args: TrainConfig) -> Path:
     dims = build_mesh(num_ranks, args.dp_replicate, args.dp_shard, args.tp, args.ep)
     check_layout(config, dims, args.seq_len)
     check_flags(args, config)
+    compile_backend = device.compile_backend(args.compile, args.ac)
     data_ranks = num_ranks // args.tp
     data_rank = launch.RANK // args.tp
     micro_batch_size, num_micro_steps = split_batch(args, data_ranks)
@@ -323,7 +324,6 @@ def train(args: TrainConfig) -> Path:
         )
 
     compute_dtype = device.compute_dtype(args.dtype)
-    compile_backend = device.compile_backend(args.compile)
     model = build_model(config, dims, device, compute_dtype, args.ac, compile_backend, args.moe_capacity)
     if pretrained:
         weights.read(dict(model.named_parameters()))

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from qwen3_trn.errors import UserError
+
 # Dense bf16 peak of one device as a process sees it, FLOP/s. Trainium2: 667 TFLOPS a chip with 4 logical cores (AWS,
 # "Trainium2 architecture"). A device that is not listed is measured.
 _PEAK_FLOPS = {"trn2": 667e12 / 4}
@@ -66,11 +68,15 @@ class Device:
             flag = "fp32" if self.type == "cpu" else "bf16"
         return {"bf16": torch.bfloat16, "fp32": torch.float32}[flag]
 
-    def compile_backend(self, flag: str) -> str | None:
-        """torch.compile's backend for --compile, None for not at all. auto compiles on accelerators."""
+    def compile_backend(self, flag: str, recompute: str) -> str | None:
+        """torch.compile's backend for --compile and --ac, None for not at all. auto compiles on accelerators."""
         if flag == "off" or (flag == "auto" and self.type == "cpu"):
             return None
-        return "neuron" if self.type == "neuron" else "inductor"
+        if self.type != "neuron":
+            return "inductor"
+        if recompute == "selective":
+            raise UserError("--ac selective inside a compiled layer has not been tried on neuron: add --compile off.")
+        return "neuron"
 
     def synchronize(self) -> None:
         """Wait for all queued work: before reading a clock."""

@@ -20,7 +20,7 @@ import torch
 from qwen3_trn import launch, moe
 from qwen3_trn.config import Qwen3Config, TrainConfig
 from qwen3_trn.device import TRAINIUM2_MEMORY
-from qwen3_trn.dry_run import count_step
+from qwen3_trn.dry_run import DEVICE, count_step
 from qwen3_trn.errors import UserError
 from qwen3_trn.loss import chunk_rows
 from qwen3_trn.metrics import format_bytes, format_count
@@ -67,6 +67,7 @@ def make_plan(config: Qwen3Config, args: TrainConfig, num_ranks: int) -> Plan:
     import train
 
     train.check_flags(args, config)
+    DEVICE.compile_backend(args.compile, args.ac)
     depth = config.num_hidden_layers
     if depth > 4 and len({config.is_moe_layer(layer) for layer in range(depth)}) == 1:
         # Not fewer: the last layers' weights and gradients are still on their way when the one before needs its own.
@@ -110,7 +111,9 @@ def make_plan(config: Qwen3Config, args: TrainConfig, num_ranks: int) -> Plan:
 
 def _rows_over_ideal(config: Qwen3Config, args: TrainConfig, num_tokens: int) -> float:
     """Slots for one source rank's tokens, over the choices of them that balanced routing sends to this rank."""
-    num_here, k, block = config.num_experts // args.ep, config.num_experts_per_tok, moe.Experts(config).block
+    with torch.device("meta"):
+        block = moe.Experts(config).block
+    num_here, k = config.num_experts // args.ep, config.num_experts_per_tok
     capacity = None
     if args.moe_capacity is not None:
         capacity = moe.expert_capacity(num_tokens, k, config.num_experts, args.moe_capacity, block)
@@ -147,7 +150,7 @@ def nearest_fit(config: Qwen3Config, args: TrainConfig, plan: Plan) -> tuple[str
             tried = dataclasses.replace(tried, **change)
         try:
             new = make_plan(config, tried, new_ranks)
-        except UserError:  # a layout that cannot be
+        except UserError:  # a layout that cannot be, or that nobody has tried
             continue
         if new.fits:
             changed = {key: value for key, value in change.items() if value != getattr(args, key)}

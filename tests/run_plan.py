@@ -66,7 +66,7 @@ CASES = {name: (ranks, model, ["--seq-len=32", *flags]) for name, (ranks, model,
 
 
 def settings(flags: list[str]) -> TrainConfig:
-    return parse_args(["--global-batch-size=4", "--dtype=fp32", *flags])
+    return parse_args(["--global-batch-size=4", "--dtype=fp32", "--compile=off", *flags])
 
 
 def storage_bytes(tensors) -> int:

@@ -105,3 +105,6 @@ class Device:
             self.synchronize()
             best = min(best, time.perf_counter() - start)
         return 2 * size**3 / best, f"measured: {size} x {size} matmul, {str(dtype).removeprefix('torch.')}"
+
+
+TRAINIUM2 = Device("neuron")  # what --plan plans for, on any machine

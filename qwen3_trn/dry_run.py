@@ -28,13 +28,12 @@ from torch.utils._pytree import tree_leaves
 
 from qwen3_trn import moe
 from qwen3_trn.config import Qwen3Config, TrainConfig
-from qwen3_trn.device import Device
+from qwen3_trn.device import TRAINIUM2
 from qwen3_trn.init import local_tensor
 from qwen3_trn.model import Qwen3ForCausalLM
 from qwen3_trn.parallel import build_mesh, build_meta_model, check_layout
 from qwen3_trn.titan import clip_grad_norm_
 
-DEVICE = Device("neuron")  # what is planned for; nothing here touches one
 _COLLECTIVES = {
     "_allgather_base_": "all-gather",
     "all_gather_into_tensor": "all-gather",
@@ -160,7 +159,7 @@ def count_step(config: Qwen3Config, args: TrainConfig, num_ranks: int) -> Counte
         dims = build_mesh(num_ranks, args.dp_replicate, args.dp_shard, args.tp, args.ep)
         check_layout(config, dims, args.seq_len)
         micro_batch_size, num_micro_steps = train.split_batch(args, num_ranks // args.tp)
-        compute_dtype = DEVICE.compute_dtype(args.dtype)
+        compute_dtype = TRAINIUM2.compute_dtype(args.dtype)
         model = build_meta_model(config, dims, compute_dtype, args.ac, moe_capacity=args.moe_capacity)
         tracer = _Tracer(_group_names(model))
 
@@ -178,7 +177,7 @@ def count_step(config: Qwen3Config, args: TrainConfig, num_ranks: int) -> Counte
             model.materialize("cpu")
             optimizer = train.build_optimizer(model, args)
             shape = (micro_batch_size, args.seq_len)
-            batch = {name: torch.zeros(shape, dtype=DEVICE.index_dtype) for name in names}
+            batch = {name: torch.zeros(shape, dtype=TRAINIUM2.index_dtype) for name in names}
             tracer.part = "step"
             with contextlib.suppress(DataDependentOutputException):  # what it would return
                 train.count_tokens([], args.tp)

@@ -19,8 +19,8 @@ import torch
 
 from qwen3_trn import launch, moe
 from qwen3_trn.config import Qwen3Config, TrainConfig
-from qwen3_trn.device import TRAINIUM2_MEMORY
-from qwen3_trn.dry_run import DEVICE, count_step
+from qwen3_trn.device import TRAINIUM2, TRAINIUM2_MEMORY
+from qwen3_trn.dry_run import count_step
 from qwen3_trn.errors import UserError
 from qwen3_trn.loss import chunk_rows
 from qwen3_trn.metrics import format_bytes, format_count
@@ -67,7 +67,7 @@ def make_plan(config: Qwen3Config, args: TrainConfig, num_ranks: int) -> Plan:
     import train
 
     train.check_flags(args, config)
-    DEVICE.compile_backend(args.compile, args.ac)
+    TRAINIUM2.compile_backend(args.compile, args.ac)
     depth = config.num_hidden_layers
     if depth > 4 and len({config.is_moe_layer(layer) for layer in range(depth)}) == 1:
         # Not fewer: the last layers' weights and gradients are still on their way when the one before needs its own.

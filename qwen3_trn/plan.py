@@ -67,6 +67,8 @@ def make_plan(config: Qwen3Config, args: TrainConfig, num_ranks: int) -> Plan:
     import train
 
     train.check_flags(args, config)
+    if num_ranks % args.tp == 0:  # else the mesh says so
+        train.split_batch(args, num_ranks // args.tp)
     TRAINIUM2.compile_backend(args.compile, args.ac)
     depth = config.num_hidden_layers
     if depth > 4 and len({config.is_moe_layer(layer) for layer in range(depth)}) == 1:
@@ -142,6 +144,8 @@ def nearest_fit(config: Qwen3Config, args: TrainConfig, plan: Plan) -> tuple[str
         changes += [{"plan_ranks": factor * ranks}, {"plan_ranks": factor * ranks, **least}]
     for change in changes:
         new_ranks = change.get("plan_ranks", ranks)
+        if args.dp_shard != -1 and ("tp" in change or "plan_ranks" in change):
+            change["dp_shard"] = -1  # the given number would not fit the new ranks
         tried = dataclasses.replace(args, **change)
         data_ranks = new_ranks // tried.tp
         rows = data_ranks * (tried.micro_batch_size or max(1, args.global_batch_size // data_ranks))
@@ -177,7 +181,7 @@ def describe(plan: Plan, config: Qwen3Config, args: TrainConfig, free_disk: int)
     ]
     if plan.rows_over_ideal is not None:
         lines += [f"experts    buffers have {plan.rows_over_ideal:.2f} times the rows that balanced routing fills"]
-    lines += ["", f"{'memory':<28}{'a device':>14}{f'{ranks} devices':>16}"]
+    lines += ["", f"{'memory':<28}{'rank 0':>14}{f'times {ranks}':>16}"]
     for name in ("weights", "gradients", "optimizer"):
         number = getattr(plan, name)
         lines += [f"  {name:<26}{_gib(number):>14}{_gib(number * ranks):>16}"]
@@ -188,7 +192,7 @@ def describe(plan: Plan, config: Qwen3Config, args: TrainConfig, free_disk: int)
     lines += [
         f"  {'sum ~':<26}{_gib(plan.memory):>14}{_gib(plan.memory * ranks):>16}",
         f"  {verdict} in the {_gib(TRAINIUM2_MEMORY)} of a Trainium2 logical core "
-        f"({plan.memory / TRAINIUM2_MEMORY:.0%}); ~ estimate, the rest is exact",
+        f"({plan.memory / TRAINIUM2_MEMORY:.0%}); rank 0 holds the most; ~ estimate",
         "",
         f"{'collectives a step':<28}{'count':>14}{'bytes in all':>16}{'mean':>12}",
     ]

@@ -195,6 +195,10 @@ def test_what_does_not_fit_gets_the_nearest_change_that_does(tmp_path, capsys):
         (4, ["--seq-len=4096", "--global-batch-size=4"], "--ac full"),
         # 16 bytes of state a parameter, 60 GiB: no micro-batch helps.
         pytest.param(1, ["--global-batch-size=4"], "--plan-ranks 4", marks=pytest.mark.slow),
+        # An explicit --dp-shard gives way when the ranks change.
+        pytest.param(
+            1, ["--global-batch-size=4", "--dp-shard=1"], "--plan-ranks 4 --dp-shard -1", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_nearest_change_of_4b(ranks, flags, change):

@@ -70,6 +70,10 @@ def check_flags(args: TrainConfig, config: Qwen3Config) -> None:
         )
     if args.moe_capacity and not config.num_experts:
         raise UserError("--moe-capacity needs a model with experts; this one is dense.")
+    if (args.router_aux_loss_coef not in (0, "config") or args.router_z_loss_coef) and not config.num_experts:
+        raise UserError(
+            "--router-aux-loss-coef and --router-z-loss-coef are for models with experts; this one is dense."
+        )
 
 
 def split_batch(args: TrainConfig, data_ranks: int) -> tuple[int, int]:
@@ -110,10 +114,6 @@ def resolve(args: TrainConfig, config: Qwen3Config, data: PackedText, micro_batc
     if args.warmup_steps is not None and args.warmup_steps > steps:
         raise UserError(f"--warmup-steps {args.warmup_steps} is more than the run's {steps} steps.")
     aux_coef = config.router_aux_loss_coef if args.router_aux_loss_coef == "config" else args.router_aux_loss_coef
-    if (aux_coef or args.router_z_loss_coef) and not config.num_experts:
-        raise UserError(
-            "--router-aux-loss-coef and --router-z-loss-coef are for models with experts; this one is dense."
-        )
     return dataclasses.replace(
         args,
         steps=steps,

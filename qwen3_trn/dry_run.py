@@ -31,7 +31,7 @@ from qwen3_trn.config import Qwen3Config, TrainConfig
 from qwen3_trn.device import TRAINIUM2
 from qwen3_trn.init import local_tensor
 from qwen3_trn.model import Qwen3ForCausalLM
-from qwen3_trn.parallel import build_mesh, build_meta_model, check_layout
+from qwen3_trn.parallel import build_mesh, build_model, check_layout
 from qwen3_trn.titan import clip_grad_norm_
 
 _COLLECTIVES = {
@@ -160,7 +160,7 @@ def count_step(config: Qwen3Config, args: TrainConfig, num_ranks: int) -> Counte
         check_layout(config, dims, args.seq_len)
         micro_batch_size, num_micro_steps = train.split_batch(args, num_ranks // args.tp)
         compute_dtype = TRAINIUM2.compute_dtype(args.dtype)
-        model = build_meta_model(config, dims, compute_dtype, args.ac, moe_capacity=args.moe_capacity)
+        model = build_model(config, dims, None, compute_dtype, args.ac, moe_capacity=args.moe_capacity)
         tracer = _Tracer(_group_names(model))
 
         def enter_second_half(grad: Tensor) -> None:

@@ -99,6 +99,6 @@ def run(main: Callable[[], None]) -> NoReturn:
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    # Without the interpreter's own tear-down, in which a process group's threads now and then abort a loaded machine's
-    # process (torch 2.13, gloo): that would turn a finished run into a failed one.
+    # Without the interpreter's own tear-down: on a loaded machine a rank that was done has died of SIGABRT, seldom and
+    # for a reason not found (torch 2.13, gloo), which would turn a finished run into a failed one.
     os._exit(code)

@@ -251,9 +251,8 @@ class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weights: Tensor, expert_ids: Tensor, group: dist.ProcessGroup):
         ctx.group = group
-        parts = [
-            tensor.contiguous().view(torch.int32) for tensor in (x, weights, expert_ids)
-        ]  # bits, whatever they mean
+        # As bits, whatever they mean, so that one collective takes all three.
+        parts = [tensor.contiguous().view(torch.int32) for tensor in (x, weights, expert_ids)]
         packed = funcol.wait_tensor(funcol.all_gather_single(torch.cat(parts, dim=1), 0, group))
         all_x, all_weights, all_ids = packed.split([part.shape[1] for part in parts], dim=1)
         all_ids = all_ids.contiguous()

@@ -111,7 +111,7 @@ def check_layout(config: Qwen3Config, dims: ParallelDims, seq_len: int) -> None:
 def build_model(
     config: Qwen3Config,
     dims: ParallelDims,
-    device: Device,
+    device: Device | None,
     compute_dtype: torch.dtype,
     recompute: str = "none",
     compile_backend: str | None = None,
@@ -119,22 +119,9 @@ def build_model(
 ) -> Qwen3ForCausalLM:
     """A sharded model with fp32 weights, allocated but not initialised, that computes in `compute_dtype`.
 
-    Built on the meta device, so that no rank ever holds the whole. Gradients are reduced in fp32.
+    Built on the meta device, so that no rank ever holds the whole; without a device it stays there, for the plan.
+    Gradients are reduced in fp32.
     """
-    model = build_meta_model(config, dims, compute_dtype, recompute, compile_backend, moe_capacity)
-    model.materialize(device.torch_device)
-    return model
-
-
-def build_meta_model(
-    config: Qwen3Config,
-    dims: ParallelDims,
-    compute_dtype: torch.dtype,
-    recompute: str = "none",
-    compile_backend: str | None = None,
-    moe_capacity: float | None = None,
-) -> Qwen3ForCausalLM:
-    """`build_model` up to, and without, the allocation of memory: plan.py goes on from here in its own way."""
     with torch.device("meta"):
         model = Qwen3ForCausalLM(config)
     if dims.tp_enabled:
@@ -143,6 +130,8 @@ def build_meta_model(
     for layer in model.model.layers:
         layer.forward = wrap_forward(layer.forward, recompute, compile_backend)
     apply_fsdp(model, dims, compute_dtype)
+    if device is not None:
+        model.materialize(device.torch_device)
     return model
 
 

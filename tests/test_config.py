@@ -17,58 +17,12 @@ from qwen3_trn.config import Qwen3Config, TrainConfig, parse_args, parse_size, t
 from qwen3_trn.errors import UserError
 from qwen3_trn.model import parameter_shapes
 from tests.common import REPO, tiny_config, write_config
+from tests.test_sizes import published_config
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 
-# Qwen/Qwen3-0.6B and Qwen/Qwen3-30B-A3B as published, with transformers 4's spelling.
-RELEASED = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 1024,
-    "initializer_range": 0.02,
-    "intermediate_size": 3072,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 28,
-    "model_type": "qwen3",
-    "num_attention_heads": 16,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.51.0",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-RELEASED_MOE = RELEASED | {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "decoder_sparse_step": 1,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "max_window_layers": 48,
-    "mlp_only_layers": [],
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "output_router_logits": False,
-    "rope_theta": 1000000.0,
-    "router_aux_loss_coef": 0.001,
-    "tie_word_embeddings": False,
-}
+RELEASED = published_config("0.6B")
+RELEASED_MOE = published_config("30B-A3B")
 # What may be absent: each has one meaning, which is that of the published files.
 OPTIONAL = {"attention_dropout", "rope_scaling", "sliding_window", "max_window_layers", "torch_dtype"}
 

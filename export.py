@@ -19,10 +19,10 @@ import torch
 import tyro
 from torch import Tensor, nn
 
-from qwen3_trn import checkpoint, launch
-from qwen3_trn.checkpoint import EMBEDDING, HEAD, HFFolder, pieces_of
+from qwen3_trn import checkpoint, hf, launch
 from qwen3_trn.config import Qwen3Config, parse_size
 from qwen3_trn.folders import new_folder
+from qwen3_trn.hf import EMBEDDING, HEAD, HFFolder, pieces_of
 from qwen3_trn.metrics import format_bytes, format_count
 from qwen3_trn.model import Qwen3ForCausalLM, parameter_shapes, rope_tables
 
@@ -69,8 +69,8 @@ def export(source: Path, folder: Path, dtype: torch.dtype, max_shard_bytes: int)
         return tensor
 
     with new_folder(folder) as unfinished:
-        checkpoint.copy_companions(source, unfinished)
-        checkpoint.save_hf(unfinished, config, shapes, read, dtype, max_shard_bytes)
+        hf.copy_companions(source, unfinished)
+        hf.save_hf(unfinished, config, shapes, read, dtype, max_shard_bytes)
         state = json.loads((source / "trainer.json").read_text(encoding="utf-8"))
         card = MODEL_CARD.format(
             name=folder.resolve().parent.name if folder.name == "hf" else folder.resolve().name,
@@ -78,7 +78,7 @@ def export(source: Path, folder: Path, dtype: torch.dtype, max_shard_bytes: int)
             parameters=format_count(sum(shape.numel() for shape in shapes.values())),
             step=state["step"],
             tokens=format_count(state["tokens"]),
-            dtype=checkpoint.DTYPE_NAMES[dtype],
+            dtype=hf.DTYPE_NAMES[dtype],
             settings=json.dumps(state["settings"], indent=2),
         )
         (unfinished / "README.md").write_text(card, encoding="utf-8")
@@ -90,7 +90,7 @@ def export(source: Path, folder: Path, dtype: torch.dtype, max_shard_bytes: int)
         verify_logits(written, config, read, dtype)
         total_bytes = sum(path.stat().st_size for path in unfinished.iterdir())
     print(
-        f"exported   {folder}: {format_bytes(total_bytes)}, {checkpoint.DTYPE_NAMES[dtype]}",
+        f"exported   {folder}: {format_bytes(total_bytes)}, {hf.DTYPE_NAMES[dtype]}",
         f"verified   missing 0, unexpected 0; {num_tensors} tensors and the logits equal to {source}, bit for bit",
         sep="\n",
         flush=True,

@@ -61,8 +61,8 @@ def anonymous_bytes() -> int:
 def run_rank(folder: Path) -> None:
     """One rank, under torchrun: load, report memory, compute the loss."""
     from qwen3_trn import Qwen3Config, launch
-    from qwen3_trn.checkpoint import load_hf
     from qwen3_trn.device import Device
+    from qwen3_trn.hf import load_hf
     from qwen3_trn.init import owned_part
     from qwen3_trn.parallel import build_mesh, build_model
 

@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from qwen3_trn import moe
+from qwen3_trn import moe, start
 from qwen3_trn.config import Qwen3Config, TrainConfig
 from qwen3_trn.device import TRAINIUM2
 from qwen3_trn.init import local_tensor
@@ -158,7 +158,7 @@ def count_step(config: Qwen3Config, args: TrainConfig, num_ranks: int) -> Counte
     try:
         dims = build_mesh(num_ranks, args.dp_replicate, args.dp_shard, args.tp, args.ep)
         check_layout(config, dims, args.seq_len)
-        micro_batch_size, num_micro_steps = train.split_batch(args, num_ranks // args.tp)
+        micro_batch_size, num_micro_steps = start.split_batch(args, num_ranks // args.tp)
         compute_dtype = TRAINIUM2.compute_dtype(args.dtype)
         model = build_model(config, dims, None, compute_dtype, args.ac, moe_capacity=args.moe_capacity)
         tracer = _Tracer(_group_names(model))

@@ -51,6 +51,12 @@ def init_process_group(backend: str, timeout_s: int) -> None:
     )
 
 
+def print0(*lines: str) -> None:
+    """Print lines on rank 0 only."""
+    if RANK == 0:
+        print(*lines, sep="\n", flush=True)
+
+
 def run_once(name: str, work: Callable[[], Any], per_node: bool = False) -> Any:
     """Let one process (a node, if per_node) do `work` while the others wait for its JSON-able result.
 

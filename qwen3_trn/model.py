@@ -19,7 +19,7 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qwen3_trn import checkpoint, generate
+from qwen3_trn import generate, hf
 from qwen3_trn.config import Qwen3Config
 from qwen3_trn.folders import new_folder
 from qwen3_trn.init import init_weights, local_tensor
@@ -306,7 +306,7 @@ class Qwen3ForCausalLM(nn.Module):
         with torch.device("meta"):
             model = cls(Qwen3Config.from_pretrained(folder)).to(dtype)
         model.materialize("cpu")
-        checkpoint.load_hf(folder, model.config, dict(model.named_parameters()))
+        hf.load_hf(folder, model.config, dict(model.named_parameters()))
         return model
 
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -314,7 +314,7 @@ class Qwen3ForCausalLM(nn.Module):
         parameters = dict(self.named_parameters())
         shapes = {name: parameter.shape for name, parameter in parameters.items()}
         with new_folder(folder) as unfinished:
-            checkpoint.save_hf(unfinished, self.config, shapes, lambda name: parameters[name].detach(), dtype)
+            hf.save_hf(unfinished, self.config, shapes, lambda name: parameters[name].detach(), dtype)
 
     def generate(self, ids: Tensor, max_new_tokens: int, temperature: float = 0.0) -> Tensor:
         """Continue ids [B, T] by max_new_tokens each, greedily at temperature 0. Returns [B, T + max_new_tokens]."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from qwen3_trn import launch, moe
+from qwen3_trn import launch, moe, start
 from qwen3_trn.config import Qwen3Config, TrainConfig
 from qwen3_trn.device import TRAINIUM2, TRAINIUM2_MEMORY
 from qwen3_trn.dry_run import count_step
@@ -64,11 +64,9 @@ class Plan:
 
 def make_plan(config: Qwen3Config, args: TrainConfig, num_ranks: int) -> Plan:
     """Count what a run of `args` needs on num_ranks. Raises UserError for what the run would refuse."""
-    import train
-
-    train.check_flags(args, config)
+    start.check_flags(args, config)
     if num_ranks % args.tp == 0:  # else the mesh says so
-        train.split_batch(args, num_ranks // args.tp)
+        start.split_batch(args, num_ranks // args.tp)
     TRAINIUM2.compile_backend(args.compile, args.ac)
     depth = config.num_hidden_layers
     if depth > 4 and len({config.is_moe_layer(layer) for layer in range(depth)}) == 1:
@@ -85,7 +83,7 @@ def make_plan(config: Qwen3Config, args: TrainConfig, num_ranks: int) -> Plan:
 
     with torch.device("meta"):
         whole = Qwen3ForCausalLM(config)
-    micro_batch_size, num_micro_steps = train.split_batch(args, num_ranks // args.tp)
+    micro_batch_size, num_micro_steps = start.split_batch(args, num_ranks // args.tp)
     num_tokens = micro_batch_size * args.seq_len
     flops_per_token = whole.flops_per_token(args.seq_len)
     return Plan(
@@ -210,11 +208,9 @@ def describe(plan: Plan, config: Qwen3Config, args: TrainConfig, free_disk: int)
 
 def print_plan(args: TrainConfig) -> None:
     """Print the plan of a run; under torchrun one process does."""
-    import train
-
     if launch.RANK != 0:
         return
-    folder, _ = train.find_model(args)
+    folder, _ = start.find_model(args)
     config = Qwen3Config.from_pretrained(folder)
     plan = make_plan(config, args, args.plan_ranks or launch.WORLD_SIZE)
     out = Path(args.out or "runs").absolute()

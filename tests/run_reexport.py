@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from qwen3_trn import Qwen3Config, launch
-from qwen3_trn.checkpoint import load_hf, save_checkpoint
+from qwen3_trn.checkpoint import save_checkpoint
 from qwen3_trn.device import Device
+from qwen3_trn.hf import load_hf
 from qwen3_trn.parallel import build_mesh, build_model
 
 LAYOUTS = [

@@ -13,13 +13,14 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 import export
-from qwen3_trn import checkpoint
-from qwen3_trn.checkpoint import EMBEDDING, INDEX_FILE, find_checkpoint
+from qwen3_trn import hf
+from qwen3_trn.checkpoint import find_checkpoint
 from qwen3_trn.config import Qwen3Config
 from qwen3_trn.errors import UserError
+from qwen3_trn.hf import EMBEDDING, INDEX_FILE
 from qwen3_trn.model import Qwen3ForCausalLM
 from tests.common import REPO, TINY, run_python, succeeded, tiny_config, write_config
-from tests.test_checkpoint import assert_transformers_reads, edit
+from tests.test_hf import assert_transformers_reads, edit
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -83,7 +84,7 @@ def test_command(tmp_path, runs, name, options):
     assert [path.name for path in tmp_path.iterdir()] == ["exported"]
 
     dtype = torch.float32 if "fp32" in options else torch.bfloat16
-    assert_transformers_reads(output, trained(run, dtype), checkpoint.DTYPE_NAMES[dtype])
+    assert_transformers_reads(output, trained(run, dtype), hf.DTYPE_NAMES[dtype])
     files = sorted(output.glob("*.safetensors"))
     if "--max-shard-size" in options:
         assert len(files) > 3 and (output / INDEX_FILE).is_file()
@@ -169,13 +170,13 @@ def add_tensor(tensors) -> None:
 
 def corrupt_after_writing(monkeypatch, change) -> None:
     """Let `change` have the written tensors before they are verified."""
-    save_hf = checkpoint.save_hf
+    save_hf = hf.save_hf
 
     def save_and_change(folder, *arguments):
         save_hf(folder, *arguments)
         edit(folder / "model.safetensors", change)
 
-    monkeypatch.setattr(checkpoint, "save_hf", save_and_change)
+    monkeypatch.setattr(hf, "save_hf", save_and_change)
 
 
 FOUND = {

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
 
-from qwen3_trn import checkpoint
+from qwen3_trn import hf
 from qwen3_trn.config import Qwen3Config
 from qwen3_trn.loss import IGNORE_INDEX
 from qwen3_trn.model import Qwen3ForCausalLM, RMSNorm, rope_tables
@@ -284,7 +284,7 @@ def test_nothing_is_left_of_the_memory_that_meta_initialisation_allocates(tmp_pa
     with torch.no_grad():
         for tensor in [*fresh.parameters(), *fresh.buffers()]:
             tensor.fill_(float("nan"))
-    checkpoint.load_hf(tmp_path / "hf", fresh.config, dict(fresh.named_parameters()))
+    hf.load_hf(tmp_path / "hf", fresh.config, dict(fresh.named_parameters()))
     assert torch.equal(fresh(ids), model(ids))
     assert (fresh(ids) - oracle(input_ids=ids).logits).abs().max() < 1e-4
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from qwen3_trn.config import Qwen3Config
 from qwen3_trn.model import Qwen3ForCausalLM, parameter_shapes
 from tests.common import write_config
-from tests.test_checkpoint import assert_transformers_reads, our_parameters
+from tests.test_hf import assert_transformers_reads, our_parameters
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 import train
 from qwen3_trn import Qwen3Config, Qwen3ForCausalLM
-from qwen3_trn.checkpoint import copy_companions
 from qwen3_trn.config import TrainConfig
 from qwen3_trn.errors import UserError
+from qwen3_trn.hf import copy_companions
 from tests.common import REPO, TINY, run_python, succeeded
 
 

@@ -1,7 +1,7 @@
 """Hugging Face folders and training checkpoints: what is on disk is what is in the model, and what is not is refused.
 
 The other side is transformers: it writes what we read and reads what we write. What needs several processes runs in
-tests/run_checkpoint.py under torchrun.
+tests/run_hf.py under torchrun.
 """
 
 import json
@@ -15,11 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qwen3_trn import checkpoint
-from qwen3_trn.checkpoint import EMBEDDING, HEAD, INDEX_FILE, HFFolder, find_checkpoint, read_checkpoint
+from qwen3_trn import hf
+from qwen3_trn.checkpoint import find_checkpoint, read_checkpoint
 from qwen3_trn.config import Qwen3Config
 from qwen3_trn.errors import UserError
 from qwen3_trn.folders import new_folder
+from qwen3_trn.hf import EMBEDDING, HEAD, INDEX_FILE, HFFolder
 from qwen3_trn.model import Qwen3ForCausalLM, parameter_shapes
 from tests.common import run_python, succeeded, tiny_config, write_config
 
@@ -126,7 +127,7 @@ def test_tensors_larger_than_one_read(tmp_path, monkeypatch):
         folder = tmp_path / f"fused-{fused}"
         model.save_pretrained(folder, save_original_format=not fused)
         edit(folder / "model.safetensors", lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].clone()}))
-        monkeypatch.setattr(checkpoint, "_READ_BYTES", 5 * 32 * 4)
+        monkeypatch.setattr(hf, "_READ_BYTES", 5 * 32 * 4)
         assert_same(dict(Qwen3ForCausalLM.from_pretrained(folder).named_parameters()), our_parameters(model))
         edit(folder / "model.safetensors", lambda tensors: tensors[HEAD][-1, -1].add_(1.0))
         with pytest.raises(UserError, match="differs"):
@@ -367,9 +368,7 @@ def save_sharded(model: Qwen3ForCausalLM, folder: Path, dtype: torch.dtype, max_
     parameters = dict(model.named_parameters())
     shapes = parameter_shapes(model.config)
     with new_folder(folder) as unfinished:
-        checkpoint.save_hf(
-            unfinished, model.config, shapes, lambda name: parameters[name].detach(), dtype, max_shard_bytes
-        )
+        hf.save_hf(unfinished, model.config, shapes, lambda name: parameters[name].detach(), dtype, max_shard_bytes)
 
 
 @pytest.mark.parametrize(
@@ -461,7 +460,7 @@ def test_an_error_midway_leaves_no_folder(tmp_path, monkeypatch, error):
         if len(calls) == 2:
             raise error
 
-    monkeypatch.setattr(checkpoint, "save_file", save_two_then_fail)
+    monkeypatch.setattr(hf, "save_file", save_two_then_fail)
     with pytest.raises(type(error)):
         save_sharded(our_model(), tmp_path / "model", torch.bfloat16, 20_000)
     assert len(calls) == 2
@@ -492,7 +491,7 @@ def test_two_writers_of_one_folder_do_not_mix(tmp_path):
 
 
 def write_cases(folder: Path, ranks: int) -> dict[str, dict[str, Tensor]]:
-    """Model folders for tests/run_checkpoint.py, each with what it holds in expected.safetensors, under our names."""
+    """Model folders for tests/run_hf.py, each with what it holds in expected.safetensors, under our names."""
     few_experts = {"moe": True, "num_experts": ranks - 1, "num_experts_per_tok": 1, "tie_word_embeddings": True}
     odd_sizes = {
         "vocab_size": 133,
@@ -525,11 +524,9 @@ def write_cases(folder: Path, ranks: int) -> dict[str, dict[str, Tensor]]:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.timeout(200)
 def test_sharded(tmp_path, ranks):
-    """The assertions about what each rank holds and reads are in tests/run_checkpoint.py."""
+    """The assertions about what each rank holds and reads are in tests/run_hf.py."""
     expected = write_cases(tmp_path / "models", ranks)
-    output = succeeded(
-        run_python("tests/run_checkpoint.py", tmp_path / "models", tmp_path / "runs", ranks=ranks, timeout=150)
-    )
+    output = succeeded(run_python("tests/run_hf.py", tmp_path / "models", tmp_path / "runs", ranks=ranks, timeout=150))
     for name, tensors in expected.items():
         assert f"{name}: ok" in output
         # The checkpoint, in this one process, without a process group.

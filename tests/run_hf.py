@@ -1,6 +1,6 @@
-"""What each rank reads, holds, draws and saves. Run by test_checkpoint.py:
+"""What each rank reads, holds, draws and saves. Run by test_hf.py:
 
-torchrun --nproc_per_node=N tests/run_checkpoint.py MODELS RUNS
+torchrun --nproc_per_node=N tests/run_hf.py MODELS RUNS
 
 MODELS/NAME are model folders with the parameters in expected.safetensors; checkpoints are written to RUNS/NAME.
 """
@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from qwen3_trn import launch
-from qwen3_trn.checkpoint import EMBEDDING, HEAD, HFFolder, load_hf, save_checkpoint
+from qwen3_trn.checkpoint import save_checkpoint
 from qwen3_trn.config import Qwen3Config
 from qwen3_trn.device import Device
+from qwen3_trn.hf import EMBEDDING, HEAD, HFFolder, load_hf
 from qwen3_trn.model import Qwen3ForCausalLM
 from qwen3_trn.parallel import build_mesh, build_model, check_layout
 
@@ -108,7 +109,7 @@ def check(folder: Path, out: Path) -> None:
         expected[EMBEDDING] = whole
         parameters = dict(model.named_parameters())
 
-    # Two checkpoints; test_checkpoint.py reads them in one process.
+    # Two checkpoints; test_hf.py reads them in one process.
     load_hf(folder, config, parameters)
     for step in (1, 2):
         for parameter in parameters.values():

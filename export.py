@@ -53,11 +53,11 @@ class ExportConfig:
     max_shard_size: str = "5GB"  # Largest safetensors file.
 
 
-def export(source: Path, folder: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
+def export(source: Path, folder: Path, dtype: torch.dtype, max_shard_bytes: int, replace: bool = False) -> None:
     """Write `folder` from the checkpoint `source`, and verify it.
 
-    Raises UserError if the folder holds something; RuntimeError, and leaves no folder, if what was written is not what
-    was read.
+    Raises UserError if the folder holds something, unless it may be replaced; RuntimeError, and leaves no folder, if
+    what was written is not what was read.
     """
     config = Qwen3Config.from_pretrained(source)
     shapes = parameter_shapes(config)
@@ -68,7 +68,7 @@ def export(source: Path, folder: Path, dtype: torch.dtype, max_shard_bytes: int)
         checkpoint.read_checkpoint(source, {name: tensor})
         return tensor
 
-    with new_folder(folder) as unfinished:
+    with new_folder(folder, replace) as unfinished:
         hf.copy_companions(source, unfinished)
         hf.save_hf(unfinished, config, shapes, read, dtype, max_shard_bytes)
         state = json.loads((source / "trainer.json").read_text(encoding="utf-8"))

@@ -10,6 +10,8 @@ import dataclasses
 import math
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import AdamW
 
 from export import export
 from qwen3_trn import checkpoint, hf, launch, plan, start
@@ -24,6 +27,7 @@ from qwen3_trn.config import Qwen3Config, TrainConfig, parse_args, parse_size
 from qwen3_trn.data import PackedText
 from qwen3_trn.device import Device
 from qwen3_trn.errors import UserError
+from qwen3_trn.init import local_tensor
 from qwen3_trn.launch import print0
 from qwen3_trn.loss import IGNORE_INDEX
 from qwen3_trn.metrics import RunLog, format_count, write_run_files
@@ -44,16 +48,33 @@ def micro_batches(
     return [data.batch(range(first, first + micro_batch_size))._asdict() for first in firsts]
 
 
-def count_tokens(rows: list[dict[str, np.ndarray]], tp: int) -> tuple[int, int]:
-    """(tokens that are not padding, supervised tokens) of the step, over all ranks; tp of them share the same rows."""
+def agree(rows: list[dict[str, np.ndarray]], tp: int, *flags: bool) -> tuple[int, int, list[bool]]:
+    """What all ranks must know before a step, in one collective between the hosts.
+
+    Returns (tokens that are not padding, supervised tokens, flags): of the step over all ranks, of which tp share the
+    same rows; a flag is set if any rank's is.
+    """
     counts = torch.tensor(
         [
             sum(int((row["document_ids"] != PADDING_DOCUMENT).sum()) for row in rows),
             sum(int((row["labels"] != IGNORE_INDEX).sum()) for row in rows),
+            *flags,
         ]
     )
     dist.all_reduce(counts)
-    return tuple((counts // tp).tolist())
+    num_tokens, num_supervised, *raised = counts.tolist()
+    return num_tokens // tp, num_supervised // tp, [count > 0 for count in raised]
+
+
+def seed_step(*numbers: int) -> None:
+    """Seed torch's generators from (seed, step, data rank): what a step draws does not depend on what ran before it.
+
+    Nothing here draws numbers in training; a model that does resumes exactly, with no generator's state to save.
+    """
+    torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]))
+
+
+TOTALS = ("tokens", "supervised_tokens", "skipped_steps", "dropped_choices")  # counted over the whole run
 
 
 # ---------------------------------------------------------------------------------------------------------- one step
@@ -74,7 +95,7 @@ def learning_rate(step: int, settings: TrainConfig) -> float:
     return min_lr + (lr - min_lr) * shape
 
 
-def build_optimizer(model: Qwen3ForCausalLM, args: TrainConfig) -> torch.optim.AdamW:
+def build_optimizer(model: Qwen3ForCausalLM, args: TrainConfig) -> AdamW:
     """AdamW that decays matrices (embedding and experts among them) and leaves norm weights and biases alone."""
     names = {"experts": [], "matrices": [], "norms and biases": []}
     for name, parameter in model.named_parameters():
@@ -86,7 +107,7 @@ def build_optimizer(model: Qwen3ForCausalLM, args: TrainConfig) -> torch.optim.A
         for name, params in names.items()
         if params
     ]
-    return torch.optim.AdamW(groups, lr=0.0, betas=args.adam_betas, eps=args.adam_eps, fused=True)
+    return AdamW(groups, lr=0.0, betas=args.adam_betas, eps=args.adam_eps, fused=True)
 
 
 def sum_over_ranks(stats: RouterStats) -> RouterStats:
@@ -161,6 +182,28 @@ def read_step(losses: dict[str, Tensor], grad_norm: Tensor, totals: RouterStats 
 # ----------------------------------------------------------------------------------------------------------- the run
 
 
+def name_culprit(model: Qwen3ForCausalLM, compute: Callable[[], tuple[dict[str, Tensor], RouterStats | None]]) -> str:
+    """Compute a bad step once more, before clipping spreads what is not finite, and say where it comes from.
+
+    compute: forward_backward of this rank's share. Every rank must call it.
+    """
+    losses, _ = compute()
+    bad_loss = not all(bool(loss.isfinite()) for loss in losses.values())
+    names = [name for name, p in model.named_parameters() if not bool(local_tensor(p.grad).isfinite().all())]
+    found: list[tuple[bool, list[str]]] = [(False, [])] * launch.WORLD_SIZE
+    dist.all_gather_object(found, (bad_loss, names))
+    ranks = [str(rank) for rank, (bad, _) in enumerate(found) if bad]
+    bad_names = {name for _, names in found for name in names}
+    in_order = [name for name, _ in model.named_parameters() if name in bad_names]
+    if not ranks and not in_order:
+        return "Computed again it was finite, so look for a fault of the machine."
+    loss = f"the loss itself is not finite on rank {', '.join(ranks)}" if ranks else "the loss is finite on every rank"
+    return (
+        f"Computed again, {loss}; gradients are not finite in {len(in_order)} parameters, the first of them "
+        f"{in_order[0] if in_order else 'none'}."
+    )
+
+
 def check_loaded(loss: float, config: Qwen3Config) -> None:
     """Published weights start far below ln(vocabulary), the loss of a model that knows nothing."""
     ln_vocab = math.log(config.vocab_size)
@@ -186,33 +229,67 @@ def sample_text(model: Qwen3ForCausalLM, data: PackedText, tokenizer_folder: Pat
     return f"{tokenizer.decode(ids[:16])} [...] {tokenizer.decode(ids[16:])}"
 
 
-def train(args: TrainConfig) -> Path:
-    """Run to the end and return the last checkpoint's folder."""
+def end_save(saver: checkpoint.Saver, on_error: str) -> None:
+    """Wait for the checkpoint that is being written, if one is; every rank calls it."""
+    try:
+        saver.wait()
+    except checkpoint.SaveError as error:
+        if on_error == "stop":
+            raise
+        print0(f"warning: {error} The run goes on (--on-save-error continue).")
+
+
+def say_how_to_go_on(out: Path) -> str:
+    found = checkpoint.list_checkpoints(out)
+    if not found:
+        return "There is no checkpoint yet."
+    launcher = f"torchrun --nproc_per_node={launch.LOCAL_WORLD_SIZE}" if dist.is_torchelastic_launched() else "python"
+    return f"To go on from {found[-1].name}: {launcher} train.py --init resume --out {out}"
+
+
+def train(args: TrainConfig) -> tuple[Path, bool]:
+    """Run to the end, or until it is told to stop. Returns the run's folder, and whether it came to the end."""
     device = Device()
     launch.init_process_group(device.backend, args.dist_timeout)
     device.start(launch.LOCAL_RANK, launch.LOCAL_WORLD_SIZE)
 
-    model_folder, commit = start.find_model(args)
+    found = launch.run_once("run", lambda: str(start.find_run(args) or ""))
+    resumed = Path(found) if found else None
+    # A new run's state; of a resumed one it is what its checkpoint says.
+    state: dict[str, Any] = {"step": 0, "position": 0, "tokens": 0, "supervised_tokens": 0}
+    state |= {"skipped_steps": 0, "bad_steps_in_a_row": 0}
+    if args.moe_capacity:
+        state["dropped_choices"] = 0
+    if resumed:
+        state |= checkpoint.read_state(resumed)
+    if args.init == "resume":
+        args = dataclasses.replace(args, init=state["settings"]["init"], resume="must")
+    model_folder, commit = start.find_model(args, resumed)
     config = Qwen3Config.from_pretrained(model_folder)
     num_ranks = launch.WORLD_SIZE
     dims = build_mesh(num_ranks, args.dp_replicate, args.dp_shard, args.tp, args.ep)
+    launch.limit_waits([mesh.get_group() for mesh in dims.get_all_one_dimensional_meshes().values()], args.dist_timeout)
     check_layout(config, dims, args.seq_len)
     start.check_flags(args, config)
     compile_backend = device.compile_backend(args.compile, args.ac)
     data_ranks = num_ranks // args.tp
     data_rank = launch.RANK // args.tp
     micro_batch_size, num_micro_steps = start.split_batch(args, data_ranks)
-    pretrained = args.init != "random"
+    pretrained = args.init != "random" and not resumed
     if pretrained:
         weights = hf.HFFolder(model_folder)
         weights.check(config, parameter_shapes(config))
     data = start.open_data(args, config, model_folder)
-    settings = start.resolve(args, config, data, micro_batch_size)
+    if resumed:
+        start.check_unchanged(args, config, data, resumed)
+    settings = start.resolve(args, config, data, state["step"], state["position"])
     out = Path(launch.run_once("out", lambda: str(start.choose_out(args, model_folder))))
     if launch.RANK == 0:
         facts = {"device": device.type, "world_size": num_ranks, "model_folder": str(model_folder), "commit": commit}
-        # Without `out`, so that --config OUT/config.toml repeats the run elsewhere.
-        write_run_files(out, dataclasses.asdict(settings) | {"out": None, "config": None}, facts)
+        facts["resumed_from"] = str(resumed) if resumed else None
+        # Without `out` and `resume`, so that --config OUT/config.toml repeats the run elsewhere.
+        not_settings = {"out": None, "config": None, "resume": None}
+        write_run_files(out, dataclasses.asdict(settings) | not_settings, facts)
     dist.barrier()
     if not (out / "config.toml").is_file():
         raise UserError(
@@ -221,24 +298,26 @@ def train(args: TrainConfig) -> Path:
 
     compute_dtype = device.compute_dtype(args.dtype)
     model = build_model(config, dims, device, compute_dtype, args.ac, compile_backend, args.moe_capacity)
-    if pretrained:
+    optimizer = build_optimizer(model, args)
+    if resumed:
+        checkpoint.load_checkpoint(resumed, model, optimizer, state["step"] - state["skipped_steps"])
+    elif pretrained:
         weights.read(dict(model.named_parameters()))
     else:
         model.init_weights(args.seed)
-    optimizer = build_optimizer(model, args)
 
     peak_flops, peak_source = device.peak_flops(compute_dtype)
     print0(
         f"run        {out}",
         f"model      {model_folder}: {config.model_type}, {format_count(model.num_parameters())} parameters, "
         f"{format_count(model.num_active_parameters())} in the matmuls of a token",
-        f"weights    {f'random, seed {args.seed}' if not pretrained else args.init}",
+        f"weights    {resumed or (args.init if pretrained else f'random, seed {args.seed}')}",
         f"data       {format_count(data.num_tokens)} tokens in {data.num_documents} documents: "
         f"{data.rows_per_epoch} rows of {args.seq_len} an epoch",
         f"step       {args.global_batch_size} rows = {args.global_batch_size * args.seq_len} tokens: {data_ranks} data "
         f"ranks x {num_micro_steps} micro-batches x {micro_batch_size} rows",
         f"length     {settings.steps} steps = {settings.steps * args.global_batch_size / data.rows_per_epoch:.2f} "
-        "epochs",
+        f"epochs; {state['step']} are done",
         f"rate       {settings.lr:g} to {settings.min_lr:g}, {args.schedule}, {settings.warmup_steps} warm-up steps",
         *(
             f"AdamW      {group['name']}: {len(group['params'])} tensors, "
@@ -252,77 +331,109 @@ def train(args: TrainConfig) -> Path:
     )
 
     log = RunLog(out, settings.steps) if launch.RANK == 0 else None
-    totals = {"tokens": 0, "supervised_tokens": 0, "skipped_steps": 0}
-    if args.moe_capacity:
-        totals["dropped_choices"] = 0
-    window_start, window_tokens, window_steps = time.perf_counter(), 0, 0
-    for step in range(1, settings.steps + 1):
-        position = (step - 1) * args.global_batch_size
+    saver = checkpoint.Saver(out, model_folder, args.keep, saved_step=state["step"])
+    state |= {"settings": dataclasses.asdict(settings), "fingerprint": data.fingerprint}
+    state |= {"model": [start.name_model(args), args.revision], "commit": commit}
+    stop = launch.StopFlag(args.max_minutes)
+    first_step = state["step"] + 1
+    window_start, window_tokens, window_steps, save_s = time.perf_counter(), 0, 0, 0.0
+    while state["step"] < settings.steps:
+        step, position = state["step"] + 1, state["position"]
         rows = micro_batches(data, position, args.global_batch_size, micro_batch_size, data_ranks, data_rank)
-        num_tokens, num_supervised = count_tokens(rows, args.tp)
+        num_tokens, num_supervised, (stopping, save_failed) = agree(rows, args.tp, stop.is_set(), saver.has_failed())
+        if save_failed:
+            end_save(saver, args.on_save_error)
+        if stopping:
+            break
+        seed_step(args.seed, step, data_rank)
         batches = [
             {name: torch.as_tensor(array).to(device.torch_device, device.index_dtype) for name, array in row.items()}
             for row in rows
         ]
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, settings)
-        totals["tokens"] += num_tokens
-        totals["supervised_tokens"] += num_supervised
+        state |= {"step": step, "position": position + args.global_batch_size}
+        state["tokens"] += num_tokens
+        state["supervised_tokens"] += num_supervised
         window_tokens += num_tokens
         window_steps += 1
         if num_supervised == 0:
-            totals["skipped_steps"] += 1
-            print0(f"warning: step {step} has no supervised token; it is skipped ({totals['skipped_steps']} so far)")
+            state["skipped_steps"] += 1
+            print0(f"warning: step {step} has no supervised token; it is skipped ({state['skipped_steps']} so far)")
             continue
 
-        losses, router = forward_backward(
-            model, batches, num_supervised, settings.router_aux_loss_coef, args.router_z_loss_coef, args.tp
-        )
+        coefficients = settings.router_aux_loss_coef, args.router_z_loss_coef
+        compute = partial(forward_backward, model, batches, num_supervised, *coefficients, args.tp)
+        losses, router = compute()
         grad_norm = clip_grad_norm_(model.parameters(), args.max_grad_norm, ep_enabled=args.ep > 1)
         values = read_step(losses, grad_norm, router)
         if args.moe_capacity:
-            totals["dropped_choices"] += values.get("dropped_choices", 0)
+            state["dropped_choices"] += values.get("dropped_choices", 0)
         if step == 1 and pretrained and args.load_check:
             check_loaded(values["loss"], config)
         if math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"]):
             optimizer.step()
+            state["bad_steps_in_a_row"] = 0
         else:
-            totals["skipped_steps"] += 1
+            state["skipped_steps"] += 1
+            state["bad_steps_in_a_row"] += 1
             print0(
                 f"warning: step {step} has loss {values['loss']} and gradient norm {values['grad_norm']}; it is not "
-                f"applied ({totals['skipped_steps']} skipped so far)"
+                f"applied ({state['skipped_steps']} skipped so far)"
             )
         optimizer.zero_grad()
+        if state["bad_steps_in_a_row"] >= args.max_bad_steps:
+            raise UserError(
+                f"up to step {step}, {state['bad_steps_in_a_row']} steps in a row had a loss or gradient that is not "
+                f"finite; none was applied. {name_culprit(model, compute)} Its rows are {position} to "
+                f"{state['position'] - 1} of the data's order. Lower --lr, or look at the data. {say_how_to_go_on(out)}"
+            )
 
-        if step % args.log_every == 0 or step in (1, settings.steps):
+        if step % args.log_every == 0 or step in (first_step, settings.steps):
             device.synchronize()
             now = time.perf_counter()
             tokens_per_s = window_tokens / (now - window_start)
-            values |= totals | {
+            values |= {total: state[total] for total in TOTALS if total in state}
+            values |= {
                 "lr": learning_rate(step, settings),
                 "tokens_per_s": tokens_per_s,
                 "mfu": tokens_per_s * model.flops_per_token(args.seq_len) / (peak_flops * num_ranks),
                 "peak_memory_bytes": device.peak_memory(),
                 "step_time_s": (now - window_start) / window_steps,
-                "position": position + args.global_batch_size,
+                "save_s": save_s,
+                "position": state["position"],
             }
             if log:
                 log.log(step, values)
-            window_start, window_tokens, window_steps = now, 0, 0
+            window_start, window_tokens, window_steps, save_s = now, 0, 0, 0.0
 
-    state = {"step": settings.steps, "position": settings.steps * args.global_batch_size, **totals}
-    state["settings"] = dataclasses.asdict(settings)
-    saved = checkpoint.save_checkpoint(out, settings.steps, dict(model.named_parameters()), state, model_folder)
-    if totals["skipped_steps"]:
-        print0(f"warning: {totals['skipped_steps']} of {settings.steps} steps were skipped, see above")
-    print0(f"checkpoint {saved}")
-    text = sample_text(model, data, model_folder, device)
+        if args.save_every and step % args.save_every == 0 and step < settings.steps:
+            save_start = time.perf_counter()
+            end_save(saver, args.on_save_error)
+            saver.save(state, model, optimizer)
+            save_s += time.perf_counter() - save_start
+
+    ended = state["step"] >= settings.steps
+    if not ended:
+        print0(f"stopping   after step {state['step']}: {stop.reason or 'another rank was told to'}{stop.grace_left()}")
+    end_save(saver, args.on_save_error)
+    if saver.saved_step != state["step"]:
+        saver.save(state, model, optimizer)
+        saver.wait()
+    launch.interrupt_on_signals()
+    if state["skipped_steps"]:
+        print0(f"warning: {state['skipped_steps']} of {state['step']} steps were skipped, see above")
     if log:
         log.close()
-        (out / "samples.txt").write_text(f"step {settings.steps}: {text}\n", encoding="utf-8")
-    print0(f"sample     {text}")
+    if ended:
+        text = sample_text(model, data, model_folder, device)
+        print0(f"sample     {text}")
+        if launch.RANK == 0:
+            (out / "samples.txt").write_text(f"step {state['step']}: {text}\n", encoding="utf-8")
+    else:
+        print0(f"stopped    after step {state['step']} of {settings.steps}. {say_how_to_go_on(out)}")
     dist.destroy_process_group()
-    return saved
+    return out, ended
 
 
 def main() -> None:
@@ -330,10 +441,11 @@ def main() -> None:
     if args.plan:
         plan.print_plan(args)
         return
-    saved = train(args)
+    out, ended = train(args)
     # The export needs one process and can take long, so the others have gone by now.
-    if args.export and launch.RANK == 0:
-        export(saved, saved.parents[1] / "hf", torch.bfloat16, parse_size(args.max_shard_size))
+    if ended and args.export and launch.RANK == 0:
+        newest = checkpoint.find_checkpoint(out)
+        export(newest, out / "hf", torch.bfloat16, parse_size(args.max_shard_size), replace=True)
 
 
 if __name__ == "__main__":

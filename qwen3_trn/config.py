@@ -51,10 +51,12 @@ _MOE_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 # TrainConfig's numbers by the least they may be.
 _POSITIVE = (
     *("seq_len", "steps", "epochs", "global_batch_size", "micro_batch_size"),
-    *("lr", "adam_eps", "max_grad_norm", "dist_timeout", "log_every"),
+    *("lr", "adam_eps", "max_grad_norm", "dist_timeout", "log_every", "max_minutes", "max_bad_steps", "keep"),
     *("dp_replicate", "tp", "ep", "moe_capacity", "plan_ranks"),
 )
-_NOT_NEGATIVE = ("seed", "min_lr", "warmup_steps", "weight_decay", "router_aux_loss_coef", "router_z_loss_coef")
+_NOT_NEGATIVE = (
+    *("seed", "min_lr", "warmup_steps", "weight_decay", "router_aux_loss_coef", "router_z_loss_coef", "save_every"),
+)
 
 
 @dataclass(frozen=True)
@@ -290,13 +292,16 @@ class TrainConfig:
     # A TOML file of these settings; a flag on the command line wins over it.
     config: str | None = None
 
-    # Where weights come from: random, hub, or the folder of a published model.
+    # Where weights come from: random, hub, or the folder of a published model. resume: go on with --out, by the
+    # settings in its config.toml unless they are given anew.
     init: str = "random"
     # Architecture and tokenizer: a Hugging Face ID or a folder. Default: assets/tiny for random, Qwen/Qwen3-0.6B for
     # hub.
     model: str | None = None
     # Branch, tag or commit on the hub. Default: main.
     revision: str | None = None
+    # Go on with the run in --out: never; auto, if it has a checkpoint; must.
+    resume: Literal["never", "auto", "must"] = "never"
     # After loading weights, stop if the first loss is that of random ones. Off for folders of random weights.
     load_check: bool = True
 
@@ -355,6 +360,10 @@ class TrainConfig:
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     # Seconds that a collective waits for a missing rank.
     dist_timeout: int = 600
+    # Minutes from the start after which the run saves and stops. Default: no limit.
+    max_minutes: float | None = None
+    # Steps in a row with a loss or gradient that is not finite, none of them applied, after which the run stops.
+    max_bad_steps: int = 10
 
     # Print what a run needs, without weights or an accelerator, and exit.
     plan: bool = False
@@ -363,6 +372,12 @@ class TrainConfig:
 
     # The run's folder. Default: a fresh runs/NAME-K.
     out: str | None = None
+    # Steps from one checkpoint to the next; 0 saves only at the end.
+    save_every: int = 500
+    # Checkpoints that stay; older ones are removed once a newer one is complete.
+    keep: int = 2
+    # What to do when a checkpoint cannot be written, as on a full disk.
+    on_save_error: Literal["stop", "continue"] = "stop"
     # Steps from one console line to the next.
     log_every: int = 10
     # Write a verified Hugging Face folder, OUT/hf, at the end.
@@ -389,6 +404,9 @@ class TrainConfig:
             raise UserError("--plan-ranks says for how many ranks to plan; add --plan, or remove it.")
         if self.steps is not None and self.epochs is not None:
             raise UserError("--steps and --epochs are both given; either says how long to train. Remove one.")
+        if self.out is None and (self.resume != "never" or self.init == "resume"):
+            flag = "--init resume" if self.init == "resume" else f"--resume {self.resume}"
+            raise UserError(f"{flag} needs --out: the folder of the run to go on with.")
         parse_size(self.max_shard_size)
 
 
@@ -423,7 +441,22 @@ def toml_to_argv(path: str) -> list[str]:
 
 
 def parse_args(argv: list[str]) -> TrainConfig:
-    """TrainConfig from the command line. Help and errors are printed by one process; then every process exits."""
+    """TrainConfig from the command line. Help and errors are printed by one process; then every process exits.
+
+    With --init resume, the settings that are not given come from the run's own config.toml.
+    """
+    args = _parse(argv)
+    if args.init != "resume" or args.out is None:
+        return args
+    settings = Path(args.out) / "config.toml"
+    if not settings.is_file():
+        raise UserError(
+            f"--init resume: {args.out} holds no run (no config.toml); relative paths start from {Path.cwd()}."
+        )
+    return _parse([*toml_to_argv(str(settings)), *argv])
+
+
+def _parse(argv: list[str]) -> TrainConfig:
     files = [value for flag, value in itertools.pairwise(argv) if flag == "--config"]
     files += [argument.removeprefix("--config=") for argument in argv if argument.startswith("--config=")]
     argv = [argument for file in files for argument in toml_to_argv(file)] + argv

@@ -43,7 +43,7 @@ from qwen3_trn.model import PADDING_DOCUMENT
 END_OF_TEXT = "<|endoftext|>"
 SAMPLE = Path(__file__).parent.parent / "assets" / "tiny" / "sample.txt"
 
-CACHE_FORMAT = 1  # raise it when the same files and tokenizer come to give another cache
+CACHE_FORMAT = 2  # raise it when the same files and tokenizer come to give another cache
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "added_tokens.json")
 PIECE_CHARS = 1 << 16  # a longer document is tokenized in pieces, which bounds memory and uses all cores
 BATCH_CHARS = 1 << 22
@@ -174,7 +174,8 @@ def tokenize(files: Sequence[Path], tokenizer_dir: Path, cache_dir: Path) -> Pat
     only when complete. A special token that is spelled out in a text becomes that token.
     Raises UserError for files or a tokenizer that cannot be read. One process calls this; the others wait for it.
     """
-    key = _cache_key(files, tokenizer_dir)
+    fingerprint = {"data": _hash_files(files, by_name=False), "tokenizer": _hash_tokenizer(tokenizer_dir)}
+    key = hashlib.sha256(json.dumps([CACHE_FORMAT, fingerprint]).encode()).hexdigest()[:32]
     cache = cache_dir / key
     if cache.exists():
         return cache
@@ -182,7 +183,7 @@ def tokenize(files: Sequence[Path], tokenizer_dir: Path, cache_dir: Path) -> Pat
     partial = cache_dir / f"partial-{key}-{uuid.uuid4().hex}"
     partial.mkdir(parents=True)
     try:
-        meta = {"key": key, **_write_tokens(files, tokenizer, end_of_text, partial)}
+        meta = {"fingerprint": fingerprint, **_write_tokens(files, tokenizer, end_of_text, partial)}
         (partial / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
         try:
             publish(partial, cache)
@@ -194,15 +195,21 @@ def tokenize(files: Sequence[Path], tokenizer_dir: Path, cache_dir: Path) -> Pat
     return cache
 
 
-def _cache_key(files: Sequence[Path], tokenizer_dir: Path) -> str:
-    tokenizer_files = [tokenizer_dir / name for name in TOKENIZER_FILES if (tokenizer_dir / name).exists()]
-    if not {"tokenizer.json", "vocab.json"} & {file.name for file in tokenizer_files}:
-        raise UserError(f"{tokenizer_dir} holds no tokenizer; expected tokenizer.json and tokenizer_config.json.")
-    key = hashlib.sha256(f"format {CACHE_FORMAT}\n".encode())
-    for name, file in [(file.name, file) for file in tokenizer_files] + [(file.suffix.lower(), file) for file in files]:
+def _hash_tokenizer(folder: Path) -> str:
+    files = [folder / name for name in TOKENIZER_FILES if (folder / name).exists()]
+    if not {"tokenizer.json", "vocab.json"} & {file.name for file in files}:
+        raise UserError(f"{folder} holds no tokenizer; expected tokenizer.json and tokenizer_config.json.")
+    return _hash_files(files, by_name=True)
+
+
+def _hash_files(files: Sequence[Path], by_name: bool) -> str:
+    """Of their contents, and their names or only their kinds."""
+    digest = hashlib.sha256()
+    for file in files:
         with open(file, "rb") as content:
-            key.update(f"{name} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode())
-    return key.hexdigest()[:32]
+            name = file.name if by_name else file.suffix.lower()
+            digest.update(f"{name} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()
 
 
 def _load_tokenizer(folder: Path):
@@ -271,7 +278,7 @@ class PackedText:
 
     def __init__(self, cache: Path, seq_len: int, seed: int):
         meta = json.loads((cache / "meta.json").read_text())
-        self.key: str = meta["key"]  # the same for the same files and tokenizer only
+        self.fingerprint: dict[str, str] = meta["fingerprint"]  # of all that decides the rows, beside seq_len and seed
         self.num_tokens: int = meta["num_tokens"]
         self.num_documents: int = meta["num_documents"]
         self.max_token_id: int = meta["max_token_id"]

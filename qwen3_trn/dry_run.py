@@ -180,7 +180,7 @@ def count_step(config: Qwen3Config, args: TrainConfig, num_ranks: int) -> Counte
             batch = {name: torch.zeros(shape, dtype=TRAINIUM2.index_dtype) for name in names}
             tracer.part = "step"
             with contextlib.suppress(DataDependentOutputException):  # what it would return
-                train.count_tokens([], args.tp)
+                train.agree([], args.tp, False, False)
             # A second micro-batch has the gradients of the first beside it; all further ones are like it.
             for tracer.part in ("micro-batch", None)[:num_micro_steps]:
                 tracer.phase = "first half"

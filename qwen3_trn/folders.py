@@ -15,32 +15,38 @@ from qwen3_trn.errors import UserError
 
 
 @contextlib.contextmanager
-def new_folder(folder: str | Path) -> Iterator[Path]:
+def new_folder(folder: str | Path, replace: bool = False) -> Iterator[Path]:
     """Yields a folder to write into; it gets its name, by one rename, only when the body is through and all is synced.
 
-    Raises UserError if `folder` is there already and not empty. After an error the unfinished folder is removed.
+    Raises UserError if `folder` is there already and not empty, unless it may be replaced. After an error the
+    unfinished folder is removed.
     """
     folder = Path(folder).resolve()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if not replace and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not empty; nothing is overwritten. Name another folder, or remove it.")
     # A name of its own, so that two processes that write the same folder do not write into each other's.
     unfinished = folder.with_name(f"{folder.name}.unfinished-{uuid.uuid4().hex[:8]}")
     unfinished.mkdir(parents=True)
     try:
         yield unfinished
-        publish(unfinished, folder)
+        publish(unfinished, folder, replace)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
 
 
-def publish(unfinished: Path, folder: Path) -> None:
-    """fsync all below `unfinished`, then rename it to `folder`; raises OSError if that holds something."""
+def publish(unfinished: Path, folder: Path, replace: bool = False) -> None:
+    """fsync all below `unfinished`, then rename it to `folder`; raises OSError if that holds something it must keep."""
     for path in [*unfinished.rglob("*"), unfinished]:
         fsync(path)
-    if folder.is_dir():
-        folder.rmdir()
-    unfinished.rename(folder)
+    if replace and folder.is_dir():
+        old = folder.rename(unfinished.with_name(unfinished.name + "-old"))
+        unfinished.rename(folder)
+        shutil.rmtree(old)
+    else:
+        if folder.is_dir():
+            folder.rmdir()
+        unfinished.rename(folder)
     fsync(folder.parent)
 
 

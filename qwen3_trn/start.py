@@ -7,9 +7,11 @@ Whatever can be refused is refused here, before anything is written and before a
 """
 
 import dataclasses
+import fcntl
+from io import TextIOBase
 from pathlib import Path
 
-from qwen3_trn import hub, launch
+from qwen3_trn import checkpoint, hub, launch
 from qwen3_trn.config import Qwen3Config, TrainConfig
 from qwen3_trn.data import PackedText, cache_folder, find_files, tokenize
 from qwen3_trn.errors import UserError
@@ -17,24 +19,84 @@ from qwen3_trn.launch import print0
 
 TINY = Path(__file__).parent.parent / "assets" / "tiny"
 
+_locks: list[TextIOBase] = []  # open as long as the process lives
 
-def find_model(args: TrainConfig) -> tuple[Path, str | None]:
-    """(folder with config.json, tokenizer and, unless --init random, weights; the hub's commit if it is from there)."""
-    if args.init not in ("random", "hub"):
-        if args.model is not None:
-            raise UserError(f"--init {args.init} names the model's folder already; remove --model {args.model}.")
-        if not Path(args.init).is_dir():
-            raise UserError(f"--init is {args.init!r}; expected random, hub, or an existing model folder.")
-        return Path(args.init), None
-    model = args.model or (str(TINY) if args.init == "random" else "Qwen/Qwen3-0.6B")
+
+def find_run(args: TrainConfig) -> Path | None:
+    """The checkpoint that the run goes on from, if it does. Raises UserError where --out and --resume do not fit."""
+    must = args.resume == "must" or args.init == "resume"
+    found = checkpoint.list_checkpoints(Path(args.out)) if args.out else []
+    if must and not found:
+        raise UserError(
+            f"--out {args.out} holds no complete checkpoint to resume from. --resume auto begins where there is none; "
+            f"relative paths start from {Path.cwd()}."
+        )
+    if args.out and args.resume == "never" and not must:
+        metrics = Path(args.out) / "metrics.jsonl"
+        if found or (metrics.exists() and metrics.stat().st_size):
+            last = f", up to {found[-1].name}" if found else ", without a checkpoint"
+            raise UserError(
+                f"--out {args.out} already holds a run{last}. --resume auto goes on with it; to begin anew, name "
+                "another folder, leave --out away, or remove it."
+            )
+    return found[-1] if found else None
+
+
+def find_model(args: TrainConfig, resumed: Path | None = None) -> tuple[Path, str | None]:
+    """(folder with config.json, tokenizer and, unless --init random, weights; the hub's commit if it is from there).
+
+    A checkpoint to resume from has config and tokenizer itself, so a model of the hub is not asked for again.
+    """
+    if args.init not in ("random", "hub") and args.model is not None:
+        raise UserError(f"--init {args.init} names the model's folder already; remove --model {args.model}.")
+    model = name_model(args)
     if Path(model).is_dir():
         return Path(model), None
+    if resumed:
+        state = checkpoint.read_state(resumed)
+        if [model, args.revision] != state["model"]:
+            raise UserError(
+                f"{resumed} was trained from {state['model']} (model, revision), and the flags name "
+                f"{[model, args.revision]}. Go on with the same model, or begin another run in another --out."
+            )
+        return resumed, state["commit"]
+    if args.init not in ("random", "hub"):
+        raise UserError(f"--init is {args.init!r}; expected random, hub, or an existing model folder.")
     print0(f"fetching {model} from the hub")
     with_weights = args.init == "hub" and not args.plan
     folder, commit = launch.run_once(
         "download", lambda: [str(x) for x in hub.download(model, args.revision, with_weights)], per_node=True
     )
     return Path(folder), commit
+
+
+def name_model(args: TrainConfig) -> str:
+    """The folder or the hub's ID that --init and --model name."""
+    if args.init not in ("random", "hub"):
+        return args.init
+    return args.model or (str(TINY) if args.init == "random" else "Qwen/Qwen3-0.6B")
+
+
+def check_unchanged(args: TrainConfig, config: Qwen3Config, data: PackedText, resumed: Path) -> None:
+    """Raises UserError if the checkpoint is of another model, or its rows would be others from here on."""
+    state = checkpoint.read_state(resumed)
+    was = state["settings"]
+    changes = [
+        f"--{name.replace('_', '-')} was {was[name]} and is {getattr(args, name)}"
+        for name in ("seq_len", "seed")
+        if was[name] != getattr(args, name)
+    ]
+    if Qwen3Config.from_pretrained(resumed) != config:
+        changes.append(f"the model's config.json is another than that in {resumed}")
+    if state["fingerprint"]["tokenizer"] != data.fingerprint["tokenizer"]:
+        changes.append(f"the tokenizer is another than that in {resumed}")
+    if state["fingerprint"]["data"] != data.fingerprint["data"]:
+        changes.append(f"the contents of the data: --data was {' '.join(was['data'])} and is {' '.join(args.data)}")
+    if changes:
+        raise UserError(
+            f"{resumed} cannot be gone on with, because what it was trained on has changed: {'; '.join(changes)}. "
+            "Restore it, or begin another run in another --out. (Rates, steps, batch and layout may change.)"
+        )
 
 
 def check_flags(args: TrainConfig, config: Qwen3Config) -> None:
@@ -79,11 +141,16 @@ def open_data(args: TrainConfig, config: Qwen3Config, tokenizer: Path) -> Packed
     return data
 
 
-def resolve(args: TrainConfig, config: Qwen3Config, data: PackedText, micro_batch_size: int) -> TrainConfig:
-    """Fill in the settings whose default depends on something: what is printed, saved and used from here on."""
+def resolve(args: TrainConfig, config: Qwen3Config, data: PackedText, step: int = 0, position: int = 0) -> TrainConfig:
+    """Fill in the settings whose default depends on something: what is printed, saved and used from here on.
+
+    step, position: where a resumed run stands, in steps and in rows.
+    """
     steps = args.steps or 200
     if args.epochs is not None:
-        steps = max(1, round(args.epochs * data.rows_per_epoch / args.global_batch_size))
+        steps = step + max(
+            0 if step else 1, round((args.epochs * data.rows_per_epoch - position) / args.global_batch_size)
+        )
     lr = args.lr or (1e-3 if args.init == "random" else 1e-5)
     if args.min_lr is not None and args.min_lr > lr:
         raise UserError(f"--min-lr {args.min_lr:g} is above --lr {lr:g}.")
@@ -98,24 +165,37 @@ def resolve(args: TrainConfig, config: Qwen3Config, data: PackedText, micro_batc
         min_lr=lr / 10 if args.min_lr is None else args.min_lr,
         warmup_steps=min(100, steps // 10) if args.warmup_steps is None else args.warmup_steps,
         router_aux_loss_coef=aux_coef,
-        micro_batch_size=micro_batch_size,
     )
 
 
 def choose_out(args: TrainConfig, model_folder: Path) -> Path:
-    """Make the run's folder: --out, which must not hold a run, or a fresh runs/NAME-K."""
+    """Make the run's folder, --out or a fresh runs/NAME-K, and make it ours; leftovers of a killed run are removed."""
     if args.out is not None:
         out = Path(args.out)
-        metrics = out / "metrics.jsonl"
-        if (out / "checkpoints").exists() or (metrics.exists() and metrics.stat().st_size):
-            raise UserError(f"--out {out} already holds a run. Name another folder, leave --out away, or remove it.")
         out.mkdir(parents=True, exist_ok=True)
+        _lock(out)
+        for path in checkpoint.remove_leftovers(out):
+            print(f"removed    {path}, which a killed process left unfinished", flush=True)
         return out
     number = 1
     while True:
         out = Path("runs") / f"{model_folder.resolve().name}-{number}"
         try:
             out.mkdir(parents=True)
-            return out
         except FileExistsError:
             number += 1
+        else:
+            _lock(out)
+            return out
+
+
+def _lock(out: Path) -> None:
+    """Keep other runs out of the folder while this process lives. Raises UserError if one is there."""
+    file = (out / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UserError(
+            f"another process is training in {out}: stop it, wait for it, or name another --out."
+        ) from error
+    _locks.append(file)

@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
+from qwen3_trn.checkpoint import Saver
+
 REPO = Path(__file__).parent.parent
 TINY = REPO / "assets" / "tiny"
 
@@ -69,3 +73,10 @@ def succeeded(process: subprocess.CompletedProcess) -> str:
     """The standard output of a process that must have exited with 0."""
     assert process.returncode == 0, f"exit code {process.returncode}\n{process.stdout}\n{process.stderr}"
     return process.stdout
+
+
+def save_checkpoint(out: Path, step: int, model, state: dict, companions: Path) -> None:
+    """Save a model, with the state of an optimizer that has made no step, and wait until it is there. Collective."""
+    saver = Saver(out, companions, keep=99)
+    saver.save({"step": step} | state, model, torch.optim.AdamW(model.parameters()))
+    saver.wait()

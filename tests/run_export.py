@@ -15,11 +15,11 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from qwen3_trn import launch
-from qwen3_trn.checkpoint import save_checkpoint
 from qwen3_trn.config import Qwen3Config, TrainConfig
 from qwen3_trn.device import Device
 from qwen3_trn.init import init_weights
 from qwen3_trn.parallel import build_mesh, build_model
+from tests.common import save_checkpoint
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
         out = runs / folder.name
         state = {"step": 7, "position": 56, "tokens": 28672, "supervised_tokens": 28616, "skipped_steps": 0}
         state["settings"] = dataclasses.asdict(TrainConfig(init=str(folder), lr=1e-3))
-        save_checkpoint(out, 7, parameters, state, companions=folder)
+        save_checkpoint(out, 7, model, state, companions=folder)
         expected = {name: parameter.full_tensor().detach() for name, parameter in parameters.items()}
         if launch.RANK == 0:
             save_file(expected, out / "expected.safetensors")

@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from qwen3_trn import launch
-from qwen3_trn.checkpoint import save_checkpoint
 from qwen3_trn.config import Qwen3Config
 from qwen3_trn.device import Device
 from qwen3_trn.hf import EMBEDDING, HEAD, HFFolder, load_hf
 from qwen3_trn.model import Qwen3ForCausalLM
 from qwen3_trn.parallel import build_mesh, build_model, check_layout
+from tests.common import save_checkpoint
 
 
 class CountingView:
@@ -114,7 +114,7 @@ def check(folder: Path, out: Path) -> None:
     for step in (1, 2):
         for parameter in parameters.values():
             parameter.to_local().detach().mul_(step)
-        save_checkpoint(out, step, parameters, {"step": step}, companions=folder)
+        save_checkpoint(out, step, model, {}, companions=folder)
 
 
 def main() -> None:

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from qwen3_trn import Qwen3Config, launch
-from qwen3_trn.checkpoint import save_checkpoint
 from qwen3_trn.device import Device
 from qwen3_trn.hf import load_hf
 from qwen3_trn.parallel import build_mesh, build_model
+from tests.common import save_checkpoint
 
 LAYOUTS = [
     {},
@@ -37,7 +37,7 @@ def main() -> None:
         model = build_model(config, build_mesh(4, **layout), Device(), torch.float32)
         load_hf(folder, config, dict(model.named_parameters()))
         state = {"step": 0, "tokens": 0, "settings": {}}
-        save_checkpoint(out / str(number), 0, dict(model.named_parameters()), state, folder)
+        save_checkpoint(out / str(number), 0, model, state, folder)
     dist.destroy_process_group()
 
 

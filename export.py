@@ -59,6 +59,7 @@ def export(source: Path, folder: Path, dtype: torch.dtype, max_shard_bytes: int,
     Raises UserError if the folder holds something, unless it may be replaced; RuntimeError, and leaves no folder, if
     what was written is not what was read.
     """
+    checkpoint.verify_files(source)
     config = Qwen3Config.from_pretrained(source)
     shapes = parameter_shapes(config)
     checkpoint.check_checkpoint(source, shapes)

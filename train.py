@@ -261,6 +261,7 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
     if args.moe_capacity:
         state["dropped_choices"] = 0
     if resumed:
+        checkpoint.verify_files(resumed)
         state |= checkpoint.read_state(resumed)
     if args.init == "resume":
         args = dataclasses.replace(args, init=state["settings"]["init"], resume="must")
@@ -383,6 +384,7 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
             )
         optimizer.zero_grad()
         if state["bad_steps_in_a_row"] >= args.max_bad_steps:
+            end_save(saver, args.on_save_error)
             raise UserError(
                 f"up to step {step}, {state['bad_steps_in_a_row']} steps in a row had a loss or gradient that is not "
                 f"finite; none was applied. {name_culprit(model, compute)} Its rows are {position} to "

@@ -94,24 +94,37 @@ def _point_latest(checkpoint: Path) -> None:
     fsync(checkpoint.parent)
 
 
-def check_files(checkpoint: Path, rank: int = 0, num_ranks: int = 1) -> list[str]:
-    """Compare files with SHA256SUMS, each rank its part of them. Returns the names of damaged and missing ones."""
+def verify_files(checkpoint: Path) -> None:
+    """Raises UserError if a file is not as SHA256SUMS says, naming it and the checkpoint that can be taken instead.
+
+    Within a process group it is collective: each rank reads its part of the files, and all raise.
+    """
+    if dist.is_initialized():
+        found: list[list[str]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(found, find_damaged(checkpoint, dist.get_rank(), dist.get_world_size()))
+    else:
+        found = [find_damaged(checkpoint)]
+    if damaged := sorted({name for names in found for name in names}):
+        raise UserError(
+            f"{checkpoint} is damaged: {list_some(damaged)} missing or not as {SUMS_FILE} says. "
+            f"{_say_what_remains(checkpoint)}"
+        )
+
+
+def find_damaged(checkpoint: Path, part: int = 0, num_parts: int = 1) -> list[str]:
+    """Names of files that differ from SHA256SUMS or are missing, of every num_parts-th file."""
     try:
         lines = (checkpoint / SUMS_FILE).read_text(encoding="utf-8").splitlines()
         sums = [(name, digest) for digest, name in (line.split("  ", 1) for line in lines)]
     except (OSError, ValueError):
         return [SUMS_FILE]
-    mine = sums[rank::num_ranks]
-    return [name for name, digest in mine if not (checkpoint / name).is_file() or _sha256(checkpoint / name) != digest]
-
-
-def refuse_damaged(checkpoint: Path, damaged: list[str]) -> None:
-    """Raises UserError naming the damaged files, and the checkpoint that can be taken instead."""
-    if damaged:
-        raise UserError(
-            f"{checkpoint} is damaged: {list_some(damaged)} missing or not as {SUMS_FILE} says. "
-            f"{_say_what_remains(checkpoint)}"
-        )
+    if {f"state/{path.name}" for path in (checkpoint / "state").iterdir()} - dict(sums).keys():
+        return [SUMS_FILE]  # it has lost lines
+    return [
+        name
+        for name, digest in sums[part::num_parts]
+        if not (checkpoint / name).is_file() or _sha256(checkpoint / name) != digest
+    ]
 
 
 def _say_what_remains(checkpoint: Path) -> str:
@@ -219,7 +232,12 @@ class _Writer(dcp.FileSystemWriter):
         self._publish = publish
 
     def write_data(self, plan, planner):
-        results = super().write_data(plan, planner).wait()
+        try:
+            results = super().write_data(plan, planner).wait()
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None  # the file system's own words; torch.save's error hides them
+            raise
         files = {result.storage_data.relative_path for result in results}
         sums = {file: _sha256(Path(self.path) / file) for file in files}
         future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
@@ -250,21 +268,17 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 
 def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
-    """Read weights and AdamW's state, whatever ranks and layout wrote them. Collective.
+    """Read weights and AdamW's state, whatever ranks and layout wrote them. Collective; verify_files comes first.
 
-    num_steps: optimizer steps that were applied. Raises UserError on every rank if a file is damaged.
+    num_steps: optimizer steps that were applied.
     """
-    damaged: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(damaged, check_files(checkpoint, dist.get_rank(), dist.get_world_size()))
-    refuse_damaged(checkpoint, sorted({name for names in damaged for name in names}))
     dcp.load(training_tensors(model, optimizer), checkpoint_id=checkpoint / "state")
     for parameter in model.parameters():
         optimizer.state[parameter]["step"].fill_(num_steps)
 
 
 def check_checkpoint(checkpoint: Path, shapes: dict[str, torch.Size]) -> None:
-    """Raises UserError unless the files are undamaged and hold exactly these parameters. In one process."""
-    refuse_damaged(checkpoint, check_files(checkpoint))
+    """Raises UserError unless the checkpoint holds exactly these parameters. verify_files comes first."""
     metadata = dcp.FileSystemReader(checkpoint / "state").read_metadata().state_dict_metadata
     parts = [name.split(".", 1) for name in metadata]
     found = {name: getattr(metadata[f"{part}.{name}"], "size", None) for part, name in parts if part == "model"}

@@ -104,7 +104,7 @@ def make_plan(config: Qwen3Config, args: TrainConfig, num_ranks: int) -> Plan:
         num_micro_steps=num_micro_steps,
         flops_per_token=flops_per_token,
         flops_per_step=flops_per_token * args.global_batch_size * args.seq_len,
-        checkpoint=4 * whole.num_parameters(),
+        checkpoint=12 * whole.num_parameters(),  # fp32: weights and two moments
         export=2 * whole.num_parameters(),
     )
 
@@ -197,12 +197,13 @@ def describe(plan: Plan, config: Qwen3Config, args: TrainConfig, free_disk: int)
     for (axis, operation), (count, num_bytes) in plan.collectives.items():
         name = f"{axis} {operation}"
         lines += [f"  {name:<26}{count:>14}{format_bytes(num_bytes):>16}{format_bytes(num_bytes / count):>12}"]
-    enough = "enough" if plan.checkpoint + plan.export <= free_disk else "NOT ENOUGH"
+    at_once = args.keep + 1  # a new one is written before the oldest goes
+    enough = "enough" if at_once * plan.checkpoint + plan.export <= free_disk else "NOT ENOUGH"
     return [
         *lines,
         "",
-        f"disk       checkpoint {format_bytes(plan.checkpoint)}, export {format_bytes(plan.export)}; free: "
-        f"{format_bytes(free_disk)}, {enough}",
+        f"disk       up to {at_once} checkpoints of {format_bytes(plan.checkpoint)}, export "
+        f"{format_bytes(plan.export)}; free: {format_bytes(free_disk)}, {enough}",
     ]
 
 

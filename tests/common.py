@@ -2,12 +2,15 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+from qwen3_trn import start
 from qwen3_trn.checkpoint import Saver
 
 REPO = Path(__file__).parent.parent
@@ -73,6 +76,29 @@ def succeeded(process: subprocess.CompletedProcess) -> str:
     """The standard output of a process that must have exited with 0."""
     assert process.returncode == 0, f"exit code {process.returncode}\n{process.stdout}\n{process.stderr}"
     return process.stdout
+
+
+def records(out: Path) -> list[dict]:
+    """A run's metrics, a dict a logged step."""
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def in_process(monkeypatch, out: Path, *flags) -> list[dict]:
+    """Run train.py's main in this process, as a world of one; returns the run's metrics."""
+    import train
+
+    monkeypatch.setattr(sys, "argv", ["train.py", "--out", str(out), "--log-every", "1", *map(str, flags)])
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        train.main()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        while start._locks:  # which end with a process
+            start._locks.pop().close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return records(out)
 
 
 def save_checkpoint(out: Path, step: int, model, state: dict, companions: Path) -> None:

@@ -4,3 +4,26 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+
+
+@pytest.fixture
+def cache(tmp_path_factory, monkeypatch):
+    """One token cache for the whole session, away from the user's."""
+    folder = tmp_path_factory.getbasetemp() / "token-cache"
+    monkeypatch.setenv("QWEN3_TRN_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def random_folder(tmp_path_factory):
+    """A folder such as the hub has, with random weights of the bundled miniature."""
+    from qwen3_trn import Qwen3Config, Qwen3ForCausalLM
+    from qwen3_trn.hf import copy_companions
+    from tests.common import TINY
+
+    folder = tmp_path_factory.mktemp("random") / "model"
+    Qwen3ForCausalLM(Qwen3Config.from_pretrained(TINY)).save_pretrained(folder)
+    copy_companions(TINY, folder)
+    return folder

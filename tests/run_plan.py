@@ -21,10 +21,11 @@ from qwen3_trn.config import TrainConfig, parse_args
 from qwen3_trn.device import Device
 from qwen3_trn.init import init_weights, local_tensor
 from qwen3_trn.parallel import build_mesh, build_model
+from qwen3_trn.start import split_batch
 from qwen3_trn.titan import clip_grad_norm_
 from tests import run_layouts
 from tests.common import tiny_config
-from train import build_optimizer, count_tokens, forward_backward, read_step, split_batch
+from train import agree, build_optimizer, forward_backward, read_step
 
 # Odd sizes, which FSDP pads on every number of ranks; depths at which the plan extends a line.
 ODD = {"num_hidden_layers": 5, "hidden_size": 36, "intermediate_size": 52, "vocab_size": 132}
@@ -106,7 +107,7 @@ def measure(raw: dict, flags: list[str]) -> dict:
     found: dict = {}
 
     def step() -> None:
-        num_supervised = count_tokens(rows, args.tp)[1]
+        num_supervised = agree(rows, args.tp, False, False)[1]
         losses, router = forward_backward(
             model, [batch] * num_micro_steps, num_supervised, args.router_aux_loss_coef, tp=args.tp
         )

@@ -181,7 +181,7 @@ def test_what_does_not_fit_gets_the_nearest_change_that_does(tmp_path, capsys):
     flags += ["--out", str(tmp_path / "none" / "yet")]
     printed = print_plan(capsys, *flags)
     assert "DOES NOT FIT in the 24.00 GiB of a Trainium2 logical core" in printed
-    assert "disk       checkpoint 2.4 GB, export 1.2 GB" in printed
+    assert "disk       up to 3 checkpoints of 7.2 GB, export 1.2 GB" in printed
     assert re.search(r"^to fit     --micro-batch-size 2   \((\d+\.\d+) GiB a device\)$", printed, re.MULTILINE)
     printed = print_plan(capsys, *flags, "--micro-batch-size=2")
     assert "  fits in the 24.00 GiB" in printed and "to fit" not in printed

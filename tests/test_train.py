@@ -4,41 +4,16 @@ import itertools
 import json
 import math
 import shutil
-import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 import train
 from qwen3_trn import Qwen3Config, Qwen3ForCausalLM
 from qwen3_trn.config import TrainConfig
 from qwen3_trn.errors import UserError
-from qwen3_trn.hf import copy_companions
-from tests.common import REPO, TINY, run_python, succeeded
-
-
-def records(out) -> list[dict]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-@pytest.fixture
-def cache(tmp_path_factory, monkeypatch):
-    """One token cache for the whole session, away from the user's."""
-    folder = tmp_path_factory.getbasetemp() / "token-cache"
-    monkeypatch.setenv("QWEN3_TRN_CACHE", str(folder))
-    return folder
-
-
-@pytest.fixture(scope="session")
-def random_folder(tmp_path_factory):
-    """A folder such as the hub has, with random weights of the bundled miniature."""
-    folder = tmp_path_factory.mktemp("random") / "model"
-    Qwen3ForCausalLM(Qwen3Config.from_pretrained(TINY)).save_pretrained(folder)
-    copy_companions(TINY, folder)
-    return folder
-
+from tests.common import REPO, TINY, in_process, records, run_python, succeeded
 
 # ------------------------------------------------------------------------------------------------- runs that succeed
 
@@ -85,7 +60,7 @@ def test_run_folder_is_complete(newcomer):
         assert key in last, key
     assert last["position"] == 60 * 8
     assert 0 <= last["position"] * 512 - last["tokens"] < 512  # only the epoch's last row has padding
-    assert (out / "checkpoints" / "latest").read_text().strip() == "step_60"
+    assert (out / "checkpoints" / "latest").resolve().name == "step_60"
 
 
 def test_export_opens_in_transformers(newcomer):
@@ -126,17 +101,6 @@ def test_every_way_to_split_from_the_command_line(newcomer):
     assert records(split)[-1]["tokens"] == 2 * 8 * 512
     assert "dropped" in printed and records(split)[-1]["dropped_choices"] > 0
     assert "missing 0, unexpected 0" in printed
-
-
-def in_process(monkeypatch, out, *flags) -> list[dict]:
-    """Run train.py's main in this process, as a world of one."""
-    monkeypatch.setattr(sys, "argv", ["train.py", "--out", str(out), "--log-every", "1", *map(str, flags)])
-    try:
-        train.main()
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    return records(out)
 
 
 def test_fine_tunes_a_folder_from_its_own_loss(newcomer, cache, tmp_path, monkeypatch):

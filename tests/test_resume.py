@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -159,6 +160,20 @@ def test_rate_steps_and_batch_may_change(straight, cache, tmp_path, monkeypatch)
     # Of 0.004 x 8,185 rows = 33, 20 are done: 3 steps of 4 rows are left.
     found = in_process(monkeypatch, tmp_path / "run", *changed, "--epochs", "0.004")
     assert [record["position"] for record in found][-3:] == [24, 28, 32] and len(found) == 9
+
+
+def test_the_export_is_that_of_the_last_step(cache, tmp_path, monkeypatch, capsys):
+    """A run that goes on after its end replaces its own export, which stays until the new one is verified."""
+    flags = [flag for flag in RUN if flag != "--no-export"]
+    for steps in (1, 2):
+        in_process(monkeypatch, tmp_path / "run", *flags, "--steps", steps, "--resume", "auto")
+        assert f"for {steps} steps" in (tmp_path / "run" / "hf" / "README.md").read_text()
+    assert [path.name for path in (tmp_path / "run").glob("hf*")] == ["hf"]
+    monkeypatch.setattr("export.verify_values", lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        in_process(monkeypatch, tmp_path / "run", *flags, "--steps", 3, "--resume", "auto")
+    assert "for 2 steps" in (tmp_path / "run" / "hf" / "README.md").read_text()
+    assert [path.name for path in (tmp_path / "run").glob("hf*")] == ["hf"]
 
 
 # ------------------------------------------------------------------------------------------------- which run
@@ -347,10 +362,31 @@ def test_a_fault_that_does_not_come_back_is_not_blamed_on_the_data(cache, tmp_pa
 # ------------------------------------------------------------------------------------------------- several processes
 
 
-def start_run(out, *flags, ranks: int = 2, **environment) -> subprocess.Popen:
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("loss", "the loss itself is not finite on rank 1; gradients are not finite in 0 parameters"),
+        (
+            "gradient",
+            "the loss is finite on every rank; gradients are not finite in 1 parameters, the first of them "
+            "model.layers.1.self_attn.k_proj.weight",
+        ),
+    ],
+)
+def test_the_rank_or_the_parameter_is_named(what, message, tmp_path):
+    flags = [*RUN, "--out", tmp_path / "run", "--max-bad-steps", 2, "--steps", 9]
+    environment = {"QWEN3_TRN_CACHE": str(tmp_path / "cache")}
+    process = run_python("tests/run_poisoned.py", what, *flags, ranks=2, **environment)
+    assert process.returncode == 1
+    assert "error: up to step 2, 2 steps in a row had a loss or gradient that is not finite" in process.stderr
+    assert message in process.stderr
+    assert "There is no checkpoint yet." in process.stderr
+
+
+def start_run(out, *flags, ranks: int = 2, torchrun=(), **environment) -> subprocess.Popen:
     launcher = [sys.executable]
     if ranks:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *torchrun]
     command = [*launcher, REPO / "train.py", "--out", out, "--log-every", "1", *flags]
     variables = {**os.environ, "PYTHONPATH": str(REPO), "QWEN3_TRN_CACHE": str(out.parent / "cache"), **environment}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -367,8 +403,7 @@ def wait_for_steps(process: subprocess.Popen, out, count: int) -> None:
 
 
 def children(process: subprocess.Popen) -> list[int]:
-    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
-    return list(map(int, found.stdout.split()))
+    return list(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
 
 
 def test_torchrun_passes_a_signal_on_and_every_rank_saves(straight, tmp_path):
@@ -419,6 +454,25 @@ def test_a_rank_that_is_gone_takes_the_others_down(number, tmp_path):
     assert process.returncode == 1
     assert "train.py FAILED" in printed
     assert ("Signal 9 (SIGKILL)" if number == signal.SIGKILL else "Timed out waiting 5000ms") in printed
+
+
+@pytest.mark.slow
+def test_torchruns_restarts_go_on_from_the_last_checkpoint(straight, tmp_path):
+    out = tmp_path / "run"
+    flags = [*RUN, "--steps", 12, "--save-every", 1, "--resume", "auto"]
+    process = start_run(out, *flags, torchrun=["--max-restarts=2"])
+    for count in (3, 7):
+        wait_for_steps(process, out, count)
+        ranks = children(process)
+        os.kill(ranks[1], signal.SIGKILL)
+        while set(children(process)) & set(ranks):
+            time.sleep(0.05)
+    printed = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, printed
+    assert printed.count("weights    random") == 1
+    assert printed.count(f"weights    {out}/checkpoints/step_") == 2
+    for found, expected in zip(records(out), records(straight), strict=True):
+        assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5)
 
 
 @pytest.mark.slow

@@ -130,7 +130,7 @@ def _fetch_patiently(model_id: str, revision: str, with_weights: bool) -> Path:
             elapsed_s = time.monotonic() - start
             if elapsed_s + wait_s > PATIENCE_S:
                 raise UserError(
-                    f"{_describe(error)}. Given up after {num_tries} tries in {elapsed_s:.0f} s, the next would be in "
+                    f"{_describe(error)}. Given up at try {num_tries}, after {elapsed_s:.0f} s; the next would be in "
                     f"{wait_s} s. Run again later to go on where it broke: {_say_incomplete(model_id, revision)}"
                 ) from error
             print(f"{_describe(error)}; next try in {wait_s} s", flush=True)
@@ -198,8 +198,8 @@ def _list_files(model_id: str, revision: str, with_weights: bool) -> tuple[str, 
                 raise ValueError(f"{digest!r} is no hash")
     except (ValueError, LookupError, TypeError) as error:
         raise UserError(
-            f"{constants.ENDPOINT} does not answer as the Hugging Face Hub does ({error!r}): check HF_ENDPOINT, and "
-            "whether a proxy or a login page stands between."
+            f"{constants.ENDPOINT} does not answer as the Hugging Face Hub does ({type(error).__name__}): check "
+            "HF_ENDPOINT, HF_TOKEN, and whether a proxy or a login page stands between."
         ) from error
     return info.sha, files
 

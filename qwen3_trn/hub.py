@@ -74,10 +74,8 @@ def download(model_id: str, revision: str | None, with_weights: bool = True) -> 
     except (httpx.HTTPError, OSError) as error:
         raise UserError(_explain(model_id, revision, error)) from error
     if with_weights and (missing := _missing_weights(snapshot)):
-        found = (
-            f"{model_id} at commit {snapshot.name} lacks weights: {', '.join(missing)}. The repository is incomplete "
-        )
-        raise UserError(found + "or has no safetensors: choose another --revision or --model.")
+        found = f"{model_id} at commit {snapshot.name} lacks weights: {', '.join(missing)}."
+        raise UserError(f"{found} It is incomplete or has no safetensors: choose another --revision or --model.")
     return snapshot, snapshot.name
 
 
@@ -93,7 +91,10 @@ def _find_in_cache(model_id: str, revision: str, with_weights: bool) -> Path | N
         )
     except errors.LocalEntryNotFoundError:
         return None
-    return None if with_weights and _missing_weights(Path(folder)) else Path(folder)
+    snapshot = Path(folder)
+    # For a snapshot that it has not listed itself, huggingface_hub asks no more than that the folder exists.
+    is_whole = (snapshot / "config.json").is_file() and not (with_weights and _missing_weights(snapshot))
+    return snapshot if is_whole else None
 
 
 def _missing_weights(snapshot: Path) -> list[str]:
@@ -165,11 +166,12 @@ def _fetch(model_id: str, revision: str, with_weights: bool, received: dict[str,
     snapshot = folder / "snapshots" / commit
     if not all(_is_whole(snapshot / file.name, file) for file in files):
         locks = Path(constants.HF_HUB_CACHE, ".locks", folder.name)
-        for path in (locks, folder / "blobs", snapshot):
+        for path in (locks, folder / "blobs"):
             path.mkdir(parents=True, exist_ok=True)
         with WeakFileLock(locks / "download.lock"):
             _fetch_blobs(model_id, commit, files, folder / "blobs", received)
             # Links come last, so that a download that was broken off leaves no snapshot that looks whole.
+            snapshot.mkdir(parents=True, exist_ok=True)
             for file in files:
                 link = snapshot / file.name
                 if not _is_whole(link, file):

@@ -388,6 +388,23 @@ def test_a_fault_that_stays(repo, fetch, fault):
     assert result["error"].count("Given up at try") == 1
 
 
+def test_half_of_a_download_is_not_taken_for_a_cache(repo, fetch):
+    """Not even where the revision names its folder, and without weights, whose index would tell."""
+
+    def refuse_one(request: HubRequest) -> bool:
+        if request.path.endswith("/tokenizer.json"):
+            time.sleep(0.3)  # the others have come
+            status(503)(request)
+        return request.path.endswith("/tokenizer.json")
+
+    with HubServer(repo) as server:
+        server.intercept = refuse_one
+        for _ in range(2):
+            result = fetch(server, revision=COMMIT, with_weights=False)
+            assert "tokenizer.json answered with status 503" in result["error"]
+        assert "is not complete in the cache" in fetch(server, revision=COMMIT, HF_HUB_OFFLINE="1")["error"]
+
+
 def test_a_server_that_ignores_the_range(repo, fetch):
     weights = repo / "model.safetensors"
 

@@ -3,10 +3,11 @@
     with HubServer(folder) as server:
         subprocess.run(..., env={"HF_ENDPOINT": server.url, ...})  # server.requests lists what was asked
 
-It speaks what `snapshot_download` uses: model info, tree, and resolve with etag, commit, length and range, and answers
-like huggingface.co to unknown names and to tokens (seen in huggingface_hub's utils/_http.py). Every request passes
-through `server.intercept` first: replace it to inject faults (429, 503, dropped connections); it returns True when it
-has answered the request itself. See test_hub.py for examples.
+It speaks what qwen3_trn.hub and `snapshot_download` use: model info, tree, and resolve, which sends small files with
+range and etag and redirects weights to another path, as the Hub redirects to its CDN. It answers like huggingface.co to
+unknown names and to tokens (seen in huggingface_hub's utils/_http.py). Every request passes through `server.intercept`
+first: replace it to inject faults (429, 503, dropped connections); it returns True when it has answered the request
+itself. See test_hub.py for examples.
 """
 
 import hashlib
@@ -56,6 +57,8 @@ class HubRequest(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def route(self) -> None:
+        if self.path.startswith("/cdn/"):
+            return self.send_file(self.server.folder / unquote(self.path.removeprefix("/cdn/")))
         parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
         is_api = parts[:2] == ["api", "models"]
         owner, name, *rest = parts[2:] if is_api else parts
@@ -73,19 +76,35 @@ class HubRequest(BaseHTTPRequestHandler):
         elif revision not in ("main", COMMIT):
             self.refuse(404, f"Invalid rev id: {revision}", code="RevisionNotFound")
         elif is_api and verb == "revision":
-            self.send_json({"id": self.server.repo_id, "sha": COMMIT})
+            self.send_json(
+                {"id": self.server.repo_id, "sha": COMMIT, "siblings": [self.sibling(p) for p in self.files()]}
+            )
         elif is_api and verb == "tree":
-            self.send_json([self.describe(path) for path in sorted(self.server.folder.rglob("*")) if path.is_file()])
+            self.send_json([self.tree_entry(path) for path in self.files()])
         elif self.server.gated:
             self.refuse(403 if token else 401, "Access to this model is restricted.", code="GatedRepo")
-        elif (self.server.folder / "/".join(file)).is_file():
-            self.send_file(self.server.folder / "/".join(file))
+        elif (path := self.server.folder / "/".join(file)).suffix == ".safetensors" and path.is_file():
+            linked = {"X-Linked-Size": str(path.stat().st_size), "X-Linked-ETag": f'"{etag_of(path)}"'}
+            headers = linked | {"X-Repo-Commit": COMMIT, "Location": f"{self.server.url}/cdn/{'/'.join(file)}"}
+            self.send_bytes(302, b"", headers)
+        elif path.is_file():
+            self.send_file(path)
         else:
             self.refuse(404, "Entry not found", code="EntryNotFound")
 
-    def describe(self, path: Path) -> dict:
-        name = path.relative_to(self.server.folder).as_posix()
-        return {"type": "file", "path": name, "size": path.stat().st_size, "oid": etag_of(path)}
+    def files(self) -> list[Path]:
+        return sorted(path for path in self.server.folder.rglob("*") if path.is_file())
+
+    def sibling(self, path: Path) -> dict:
+        """What model info says of a file when it is asked for `blobs`."""
+        name, size, etag = path.relative_to(self.server.folder).as_posix(), path.stat().st_size, etag_of(path)
+        lfs = {"lfs": {"sha256": etag, "size": size, "pointerSize": 134}} if path.suffix == ".safetensors" else {}
+        return {"rfilename": name, "size": size, "blobId": etag[:40]} | lfs
+
+    def tree_entry(self, path: Path) -> dict:
+        sibling = self.sibling(path)
+        lfs = {"lfs": {"oid": etag_of(path), "size": sibling["size"], "pointerSize": 134}} if "lfs" in sibling else {}
+        return {"type": "file", "path": sibling["rfilename"], "size": sibling["size"], "oid": sibling["blobId"]} | lfs
 
     def refuse(self, status: int, message: str, code: str | None = None, headers: dict[str, str] | None = None) -> None:
         """Answers with an error as the Hub words it: X-Error-Message, and X-Error-Code where it has one."""
@@ -99,10 +118,13 @@ class HubRequest(BaseHTTPRequestHandler):
         """Sends the file or the rest of it that Range asks for; `drop_after` bytes later the connection breaks."""
         content = path.read_bytes()
         headers = {"ETag": f'"{etag_of(path)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
-        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").rstrip("-"))
-        if start:
-            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-        self.send_bytes(206 if start else 200, content[start:], headers, drop_after)
+        if "Range" not in self.headers:
+            return self.send_bytes(200, content, headers, drop_after)
+        start = int(self.headers["Range"].removeprefix("bytes=").removesuffix("-"))
+        if start >= len(content):
+            return self.send_bytes(416, b"", {"Content-Range": f"bytes */{len(content)}"})
+        headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        self.send_bytes(206, content[start:], headers, drop_after)
 
     def send_bytes(self, status: int, content: bytes, headers: dict[str, str], drop_after: int | None = None) -> None:
         self.send_response(status)
@@ -118,4 +140,8 @@ class HubRequest(BaseHTTPRequestHandler):
 
 
 def etag_of(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    """SHA-256 of weights, which the Hub keeps with Git LFS; of other files the hash that git gives them."""
+    content = path.read_bytes()
+    if path.suffix == ".safetensors":
+        return hashlib.sha256(content).hexdigest()
+    return hashlib.sha1(b"blob %d\0%b" % (len(content), content)).hexdigest()

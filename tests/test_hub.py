@@ -1,33 +1,45 @@
-"""qwen3_trn.hub against a local Hub: the real huggingface_hub client, in a process of its own, as a user has it.
+"""qwen3_trn.hub against a local Hub, with the real huggingface_hub, in a process of its own, as a user has it.
 
 pytest tests/test_hub.py
 """
 
+import contextlib
+import gzip
 import json
 import os
 import shutil
+import signal
+import socket
+import struct
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from qwen3_trn import Qwen3Config, Qwen3ForCausalLM
+from qwen3_trn.checkpoint import HFFolder, copy_companions
 from qwen3_trn.errors import UserError
-from qwen3_trn.hub import _check_weights
-from tests.hub_server import COMMIT, TOKEN, HubServer
+from qwen3_trn.hub import _missing_weights
+from tests.common import REPO, TINY, run_python, succeeded
+from tests.hub_server import COMMIT, TOKEN, HubRequest, HubServer
 
-ROOT = Path(__file__).resolve().parent.parent
 CHILD = """
 import json, sys, types
 package = sys.modules["qwen3_trn"] = types.ModuleType("qwen3_trn")  # without the real one's import of torch: 2 s
 package.__path__ = ["qwen3_trn"]
+from qwen3_trn import hub
 from qwen3_trn.errors import UserError
-from qwen3_trn.hub import download
+model_id, revision, with_weights, hub.PATIENCE_S = json.loads(sys.argv[1])
 try:
-    folder, commit = download(sys.argv[1], sys.argv[2] or None, json.loads(sys.argv[3]))
-    print(json.dumps({"folder": str(folder), "commit": commit}))
+    folder, commit = hub.download(model_id, revision, with_weights)
+    result = {"folder": str(folder), "commit": commit}
 except UserError as error:
-    print(json.dumps({"error": str(error), "cause": type(error.__cause__).__name__}))
+    result = {"error": str(error)}
+print(json.dumps(result))
 """
 KEPT = ["config.json", "generation_config.json", "merges.txt", "tokenizer.json", "tokenizer_config.json", "vocab.json"]
 UNWANTED = ["README.md", "pytorch_model.bin", "modeling_qwen3.py", "original/model.safetensors", "onnx/config.json"]
@@ -41,7 +53,8 @@ def repo(tmp_path: Path) -> Path:
     for name in [*KEPT, "chat_template.jinja", *UNWANTED]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(f'{{"content of": "{name}"}}')
-    (folder / "model.safetensors").write_bytes(bytes(range(256)) * 400)
+    (folder / "generation_config.json").write_text((folder / "config.json").read_text())  # two names, one blob
+    (folder / "model.safetensors").write_bytes(os.urandom(200_000))
     return folder
 
 
@@ -55,23 +68,66 @@ def sharded_repo(repo: Path) -> Path:
     return repo
 
 
-@pytest.fixture
-def fetch(tmp_path: Path):
-    """fetch(server, ...) runs `download` in a fresh process and returns what it returned or raised, and its stderr."""
+def hub_environment(server: HubServer, tmp_path: Path) -> dict[str, str]:
+    return {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1"}
 
-    def run(server: HubServer, model_id: str = "org/tiny", revision: str = "", with_weights=True, **env: str) -> dict:
+
+@pytest.fixture
+def start(tmp_path: Path):
+    """start(server, code, ...) runs Python code in a fresh process with no cache and no Hub but the server's."""
+
+    def run(server: HubServer, code: str, *arguments: str, **env: str) -> subprocess.Popen:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and "proxy" not in k.lower()}
-        hub = {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1"}
-        command = [sys.executable, "-c", CHILD, model_id, revision, json.dumps(with_weights)]
-        done = subprocess.run(command, env=inherited | hub | env, cwd=ROOT, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout) | {"stderr": done.stderr}
+        command = [sys.executable, "-c", code, *arguments]
+        env = inherited | hub_environment(server, tmp_path) | env
+        return subprocess.Popen(command, env=env, cwd=REPO, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     return run
 
 
+@pytest.fixture
+def start_fetch(start):
+    """start_fetch(server, ...) starts `download`."""
+
+    def run(server, model_id="org/tiny", revision=None, with_weights=True, patience_s=0.5, **env: str):
+        return start(server, CHILD, json.dumps([model_id, revision, with_weights, patience_s]), **env)
+
+    return run
+
+
+@pytest.fixture
+def fetch(start_fetch):
+    """fetch(server, ...) returns what `download` returned or raised, and what it wrote on the console."""
+    return lambda *args, **options: result_of(start_fetch(*args, **options))
+
+
+def result_of(process: subprocess.Popen) -> dict:
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    *printed, result = stdout.splitlines()
+    return json.loads(result) | {"printed": printed, "stderr": stderr}
+
+
 def names_in(folder: str) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in Path(folder).rglob("*") if path.is_file())
+
+
+def files_asked(server: HubServer) -> list[str]:
+    """The names of the files whose content was asked for, redirects not counted."""
+    paths = [request.removeprefix("GET ") for request in server.requests if request.startswith("GET ")]
+    sent = [
+        path
+        for path in paths
+        if path.startswith("/cdn/") or ("/resolve/" in path and not path.endswith(".safetensors"))
+    ]
+    return sorted(path.rsplit("/")[-1] for path in sent)
+
+
+def is_weights(request: HubRequest) -> bool:
+    return request.command == "GET" and request.path.startswith("/cdn/")
+
+
+# ------------------------------------------------------------------------------------------------- downloads that work
 
 
 def test_single_file_model_then_offline_from_the_cache(repo, fetch):
@@ -79,15 +135,26 @@ def test_single_file_model_then_offline_from_the_cache(repo, fetch):
         first = fetch(server)
         assert first["commit"] == COMMIT
         assert names_in(first["folder"]) == sorted([*KEPT, "chat_template.jinja", "model.safetensors"])
-        assert Path(first["folder"], "model.safetensors").read_bytes() == (repo / "model.safetensors").read_bytes()
-        assert first["stderr"] == ""  # no progress bar in a log file
+        for name in names_in(first["folder"]):
+            assert Path(first["folder"], name).read_bytes() == (repo / name).read_bytes()
+        assert first["printed"] == [] and first["stderr"] == ""  # no progress bar in a log file
+        # config.json and generation_config.json have one content here, and it came once.
+        assert files_asked(server) == sorted({*KEPT, "chat_template.jinja", "model.safetensors"} - {"config.json"})
         asked = len(server.requests)
-        for revision in ("", COMMIT):
+        assert fetch(server) == first
+        assert [request.split("?")[0] for request in server.requests[asked:]] == [
+            "GET /api/models/org/tiny/revision/main"
+        ]
+        asked = len(server.requests)
+        for revision in (None, COMMIT):
             assert fetch(server, revision=revision, HF_HUB_OFFLINE="1") == first
-        shutil.rmtree(Path(first["folder"]).parents[1] / "trees")  # as older huggingface_hub versions leave the cache
-        assert fetch(server, revision=COMMIT, HF_HUB_OFFLINE="1") == first
         assert server.requests[asked:] == []
-    assert fetch(server) == first  # the Hub is down, the cache is full
+    down = fetch(server)
+    assert down["folder"] == first["folder"]
+    assert (
+        "the connection to " in down["printed"][0]
+        and f"the cache has org/tiny at commit {COMMIT}" in down["printed"][0]
+    )
 
 
 def test_sharded_model_at_a_commit(sharded_repo, fetch):
@@ -102,40 +169,369 @@ def test_without_weights_then_with(repo, fetch):
         bare = fetch(server, with_weights=False)
         assert names_in(bare["folder"]) == sorted([*KEPT, "chat_template.jinja"])
         assert "is not complete in the cache" in fetch(server, HF_HUB_OFFLINE="1")["error"]
+        asked = len(files_asked(server))
         assert "model.safetensors" in names_in(fetch(server)["folder"])
+        assert len(files_asked(server)) == asked + 1
 
 
-def test_a_dropped_connection_continues_where_it_broke(repo, fetch):
+def test_the_cache_is_huggingface_hubs_own(repo, fetch, start):
+    """What either has fetched, the other finds."""
+    client = (
+        "from huggingface_hub import snapshot_download; print(snapshot_download('org/tiny', ignore_patterns='*/*'))"
+    )
+    with HubServer(repo) as server:
+        ours = fetch(server)
+        asked = files_asked(server)
+        theirs, stderr = start(server, client).communicate(timeout=60)
+        assert theirs.strip() == ours["folder"], stderr
+        assert sorted({*files_asked(server)} - {*asked}) == ["README.md", "modeling_qwen3.py", "pytorch_model.bin"]
+        shutil.rmtree(Path(ours["folder"]).parents[1])
+        theirs, stderr = start(server, client).communicate(timeout=60)
+        asked = files_asked(server)
+        assert fetch(server)["folder"] == theirs.strip(), stderr
+        assert files_asked(server) == asked
+
+
+def test_two_processes_on_one_cache(sharded_repo, start_fetch):
+    def slowly(request: HubRequest) -> bool:
+        if is_weights(request):
+            time.sleep(1)
+        return False
+
+    with HubServer(sharded_repo) as server:
+        server.intercept = slowly
+        processes = [start_fetch(server) for _ in range(2)]
+        first, second = map(result_of, processes)
+    assert first == second and first["commit"] == COMMIT
+    assert len(files_asked(server)) == len({*files_asked(server)}) == len(KEPT) + 3  # 2 shards, index, template, - 1
+
+
+def test_what_a_killed_process_left_is_used(repo, fetch, start_fetch):
     weights = repo / "model.safetensors"
-    weights.write_bytes(os.urandom(12_000_000))  # the client keeps what it has in steps of 10 MiB
-    ranges: list[str | None] = []
+    half_is_there, ranges = threading.Event(), []
 
-    def drop_first(request) -> bool:
-        if request.command != "GET" or not request.path.endswith(weights.name):
+    def stall_once(request: HubRequest) -> bool:
+        if not is_weights(request):
             return False
         ranges.append(request.headers.get("Range"))
-        request.send_file(weights, drop_after=11_000_000 if len(ranges) == 1 else None)
+        request.send_file(weights, drop_after=100_000 if len(ranges) == 1 else None)
+        if len(ranges) == 1:
+            request.wfile.flush()
+            half_is_there.set()
+            time.sleep(2)
         return True
 
     with HubServer(repo) as server:
-        server.intercept = drop_first
+        server.intercept = stall_once
+        process = start_fetch(server)
+        assert half_is_there.wait(30)
+        time.sleep(0.5)
+        process.kill()
+        process.communicate()
         result = fetch(server)
-    assert ranges == [None, f"bytes={10 * 2**20}-"]
+    assert ranges == ["bytes=0-", "bytes=100000-"]
     assert Path(result["folder"], weights.name).read_bytes() == weights.read_bytes()
+    assert not list(Path(result["folder"]).parents[1].rglob("*.incomplete"))
+
+
+@pytest.mark.parametrize("is_link", [True, False])  # in a cache without symbolic links files stand in the snapshot
+def test_a_file_of_the_wrong_size_is_fetched_anew(repo, fetch, is_link):
+    with HubServer(repo) as server:
+        first = fetch(server)
+        weights = Path(first["folder"], "model.safetensors")
+        if not is_link:
+            weights.resolve().replace(weights)
+        os.truncate(weights, 1000)
+        assert fetch(server) == first
+    assert weights.read_bytes() == (repo / "model.safetensors").read_bytes()
+
+
+def test_the_token_stays_with_the_hub(repo, tmp_path, fetch):
+    """The Hub sends us on to another host for weights, and that one must not see the token."""
+    tokens = []
+
+    def note_token(request: HubRequest) -> bool:
+        tokens.append(request.headers.get("Authorization"))
+        return False
+
+    def send_on(request: HubRequest) -> bool:
+        assert request.headers.get("Authorization") == f"Bearer {TOKEN}"
+        if request.path.endswith(".safetensors"):
+            request.send_bytes(302, b"", {"Location": f"{cdn.url}/cdn/model.safetensors"})
+        return request.path.endswith(".safetensors")
+
+    with HubServer(repo) as server, HubServer(repo) as cdn:
+        server.intercept, cdn.intercept = send_on, note_token
+        assert fetch(server, HF_TOKEN=TOKEN)["commit"] == COMMIT
+    assert tokens == [None]
+
+
+def test_packed_json(repo, fetch):
+    def pack(request: HubRequest) -> bool:
+        if not request.path.startswith("/api/"):
+            return False
+        siblings = [request.sibling(path) for path in request.files()]
+        info = json.dumps({"id": "org/tiny", "sha": COMMIT, "siblings": siblings})
+        request.send_bytes(200, gzip.compress(info.encode()), {"Content-Encoding": "gzip"})
+        return True
+
+    with HubServer(repo) as server:
+        server.intercept = pack
+        assert fetch(server)["commit"] == COMMIT
+
+
+# ------------------------------------------------------------------------------------------------- faults and patience
+
+
+def status(code: int, **headers: str):
+    return lambda request: request.refuse(
+        code, "come back later", headers={k.replace("_", "-"): headers[k] for k in headers}
+    )
+
+
+def drop(num_bytes: int):
+    return lambda request: request.send_file(request.server.folder / "model.safetensors", drop_after=num_bytes)
+
+
+def reset(request: HubRequest) -> None:
+    drop(150_000)(request)
+    request.wfile.flush()
+    time.sleep(0.2)  # a reset takes what was not read yet
+    request.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    request.connection.close()
+
+
+def send(content: bytes):
+    return lambda request: request.send_bytes(200, content, {})
+
+
+def cut(request: HubRequest) -> None:
+    if request.headers["Range"] == "bytes=0-":
+        request.send_bytes(200, (request.server.folder / "model.safetensors").read_bytes()[:1000], {})
+    else:
+        status(416)(request)
+
+
+def never_end(request: HubRequest) -> None:
+    request.wfile.write(b"HTTP/1.1 200 OK\r\n\r\n")
+    with contextlib.suppress(OSError):
+        while True:
+            request.wfile.write(bytes(65536))
+    request.close_connection = True
+
+
+def stay_silent(request: HubRequest) -> None:
+    time.sleep(2)
+    request.close_connection = True
+
+
+FAULTS = {
+    "408": (status(408), "status 408 (come back later)"),
+    "429": (status(429, Retry_After="2"), "status 429"),
+    "429 of the Hub": (status(429, RateLimit='"resolvers";r=0;t=2'), "status 429"),
+    "503": (status(503, Retry_After="0"), "status 503"),
+    "dropped at once": (drop(0), "the connection to "),
+    "dropped": (drop(100_000), "the connection to "),
+    "reset": (reset, "the connection to "),
+    "silent": (stay_silent, "failed (timed out)"),
+    "too short": (cut, "ended after 1000 bytes, expected 200000"),
+    "endless": (never_end, "arrived damaged"),
+    "damaged": (send(bytes(200_000)), "arrived damaged"),
+}
+"""What a server can do wrong on one file, and what we say about it."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_that_passes(repo, fetch, fault):
+    misbehave, message = FAULTS[fault]
+    ranges = []
+
+    def once(request: HubRequest) -> bool:
+        if not is_weights(request):
+            return False
+        ranges.append(request.headers.get("Range"))
+        if len(ranges) == 1:
+            misbehave(request)
+        return len(ranges) == 1
+
+    with HubServer(repo) as server:
+        server.intercept = once
+        result = fetch(server, patience_s=3, HF_HUB_DOWNLOAD_TIMEOUT="1")
+    assert Path(result["folder"], "model.safetensors").read_bytes() == (repo / "model.safetensors").read_bytes()
+    (line,) = result["printed"]
+    assert (
+        message in line
+        and line.endswith(f"; next try in {2 if '429' in fault else 1} s")
+        and "/model.safetensors " in line
+    )
+    assert result["stderr"] == ""
+    kept = {"dropped": 100_000, "too short": 1000}.get(fault, 0)
+    if fault != "reset":  # which may arrive before the bytes
+        assert ranges == ["bytes=0-", f"bytes={kept}-"]
+
+
+@pytest.mark.parametrize("fault", ["503", "silent", "too short", "damaged"])
+def test_a_fault_that_stays(repo, fetch, fault):
+    misbehave, message = FAULTS[fault]
+
+    def always(request: HubRequest) -> bool:
+        if is_weights(request):
+            misbehave(request)
+        return is_weights(request)
+
+    with HubServer(repo) as server:
+        server.intercept = always
+        result = fetch(server, patience_s=2.5, HF_HUB_DOWNLOAD_TIMEOUT="1")
+        assert files_asked(server).count("model.safetensors") in (2, 3)
+    assert message in result["error"]
+    assert "Given up at try" in result["error"] and "is not complete in the cache" in result["error"]
+    assert result["error"].count("Given up at try") == 1
+
+
+def test_half_of_a_download_is_not_taken_for_a_cache(repo, fetch):
+    """Not even where the revision names its folder, and without weights, whose index would tell."""
+
+    def refuse_one(request: HubRequest) -> bool:
+        if request.path.endswith("/tokenizer.json"):
+            time.sleep(0.3)  # the others have come
+            status(503)(request)
+        return request.path.endswith("/tokenizer.json")
+
+    with HubServer(repo) as server:
+        server.intercept = refuse_one
+        for _ in range(2):
+            result = fetch(server, revision=COMMIT, with_weights=False)
+            assert "tokenizer.json answered with status 503" in result["error"]
+        assert "is not complete in the cache" in fetch(server, revision=COMMIT, HF_HUB_OFFLINE="1")["error"]
+
+
+def test_a_server_that_ignores_the_range(repo, fetch):
+    weights = repo / "model.safetensors"
+
+    def send_from_the_start(request: HubRequest) -> bool:
+        if is_weights(request):
+            is_first = request.headers["Range"] == "bytes=0-"
+            del request.headers["Range"]
+            request.send_file(weights, drop_after=100_000 if is_first else None)
+        return is_weights(request)
+
+    with HubServer(repo) as server:
+        server.intercept = send_from_the_start
+        result = fetch(server, patience_s=3)
+    assert Path(result["folder"], weights.name).read_bytes() == weights.read_bytes()
+    assert len(result["printed"]) == 1
+
+
+def test_slow_but_steady(repo, fetch):
+    """Patience counts from the last new byte: 4 drops cost more seconds than it has, and none of it is lost."""
+    ranges = []
+
+    def drop_often(request: HubRequest) -> bool:
+        if is_weights(request):
+            ranges.append(request.headers["Range"])
+            drop(50_000)(request)
+        return is_weights(request)
+
+    with HubServer(repo) as server:
+        server.intercept = drop_often
+        assert fetch(server, patience_s=1.5)["commit"] == COMMIT
+    assert ranges == [f"bytes={start}-" for start in (0, 50_000, 100_000, 150_000)]
+
+
+def test_a_wait_longer_than_our_patience_is_not_begun(repo, fetch):
+    with HubServer(repo) as server:
+        server.intercept = lambda request: status(503, Retry_After="3600")(request) or True
+        result = fetch(server, patience_s=330)
+        assert len(server.requests) == 1
+    assert "answered with status 503 (come back later). Given up at try 1, after 0 s" in result["error"]
+    assert "the next would be in 3600 s" in result["error"]
+
+
+def test_an_interrupt_ends_a_transfer(repo, start_fetch):
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def trickle(request: HubRequest) -> bool:
+        if is_weights(request):
+            request.send_file(repo / "model.safetensors", drop_after=1000)
+            has_begun.set()
+            while not may_end.wait(0.1):
+                request.wfile.write(b"x")
+        return is_weights(request)
+
+    with HubServer(repo) as server:
+        server.intercept = trickle
+        process = start_fetch(server)
+        assert has_begun.wait(30)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        try:
+            process.communicate(timeout=10)
+        finally:
+            may_end.set()
+            process.kill()
+    assert process.returncode == -signal.SIGINT
+
+
+def test_a_hub_that_is_silent(repo, fetch):
+    with HubServer(repo) as server:
+        server.intercept = lambda request: stay_silent(request) or True
+        assert "failed (timed out)" in fetch(server, HF_HUB_DOWNLOAD_TIMEOUT="1")["error"]
+
+
+@pytest.mark.parametrize("revision", [None, COMMIT])
+def test_no_connection_and_nothing_in_the_cache(repo, fetch, revision):
+    with HubServer(repo) as server:
+        pass
+    error = fetch(server, revision=revision)["error"]
+    assert f"{server.url}/api/models/org/tiny/revision/" in error and "the connection to " in error
+    assert "--init DIR" in error and "HF_HUB_OFFLINE" in error
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["<html>Please log in", "[]", "{}", '{"id": "org/tiny", "sha": null, "siblings": []}']
+    + [json.dumps({"id": "x", "sha": "../../x", "siblings": []})]
+    + [
+        json.dumps({"id": "x", "sha": COMMIT, "siblings": [{"rfilename": "config.json"} | more]})
+        for more in ({}, {"size": 1}, {"size": 1, "blobId": "../x"})
+    ],
+)
+def test_a_server_that_is_no_hub(repo, fetch, answer):
+    with HubServer(repo) as server:
+        server.intercept = lambda request: request.send_bytes(200, answer.encode(), {}) or True
+        assert "does not answer as the Hugging Face Hub does" in fetch(server)["error"]
+
+
+# ------------------------------------------------------------------------------------------------- errors that stay
 
 
 def test_an_index_that_names_a_missing_file(sharded_repo, fetch):
     (sharded_repo / SHARDS[1]).unlink()
     with HubServer(sharded_repo) as server:
         error = fetch(server)["error"]
-    assert f"lacks weights: {SHARDS[1]} expected" in error
+    assert f"lacks weights: {SHARDS[1]}." in error
 
 
 @pytest.mark.parametrize("index", ["not json", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
 def test_an_index_that_is_none(sharded_repo, index):
     (sharded_repo / "model.safetensors.index.json").write_text(index)
     with pytest.raises(UserError, match="is not a safetensors index"):
-        _check_weights("org/tiny", sharded_repo)
+        _missing_weights(sharded_repo)
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/x.safetensors", "sub/x.safetensors", "..", ""])
+def test_an_index_that_points_outside(sharded_repo, fetch, name):
+    index = {"weight_map": {"lm_head.weight": SHARDS[0], "model.norm.weight": name}}
+    (sharded_repo / "model.safetensors.index.json").write_text(json.dumps(index))
+    (sharded_repo / "sub").mkdir()
+    for outside in (sharded_repo.parent / "x.safetensors", sharded_repo / "sub" / "x.safetensors"):
+        outside.touch()  # it is refused, not missed
+    with HubServer(sharded_repo) as server:
+        error = fetch(server)["error"]
+    assert (
+        f"model.safetensors.index.json names {name!r}; expected the name of a .safetensors file in the same folder"
+        in error
+    )
 
 
 def test_no_safetensors_at_all(repo, fetch):
@@ -149,6 +545,7 @@ def test_no_safetensors_at_all(repo, fetch):
 def test_unknown_repository(repo, fetch, token):
     with HubServer(repo) as server:
         result = fetch(server, model_id="org/typo", HF_TOKEN=token)
+        assert len(server.requests) == 1
     assert "org/typo was not found" in result["error"] and "hf auth login" in result["error"]
 
 
@@ -156,6 +553,7 @@ def test_unknown_repository(repo, fetch, token):
 def test_unknown_revision(repo, fetch, revision):
     with HubServer(repo) as server:
         result = fetch(server, revision=revision)
+        assert len(server.requests) == 1
     assert f"org/tiny has no revision '{revision}'" in result["error"]
 
 
@@ -163,36 +561,25 @@ def test_unknown_revision(repo, fetch, revision):
 def test_gated_repository(repo, fetch, token):
     with HubServer(repo) as server:
         server.gated = True
-        error = fetch(server, HF_TOKEN=token)["error"]
-    assert f"gated and you have no access: ask for it on {server.url}/org/tiny" in error
-    assert "hf auth login" in error and "HF_TOKEN" in error
+        result = fetch(server, HF_TOKEN=token)
+    assert f"gated and you have no access: ask for it on {server.url}/org/tiny" in result["error"]
+    assert "hf auth login" in result["error"] and "HF_TOKEN" in result["error"]
+    assert result["printed"] == []
 
 
 def test_bad_token(repo, fetch):
     with HubServer(repo) as server:
         error = fetch(server, HF_TOKEN="hf_stale")["error"]
+        assert len(server.requests) == 1
     assert "refused your token" in error and "unset HF_TOKEN" in error
 
 
-def test_hub_in_trouble(repo, fetch):
-    def busy(request) -> bool:
-        request.refuse(503, "come back later")
-        return True
-
+def test_refused_without_a_reason(repo, fetch):
     with HubServer(repo) as server:
-        server.intercept = busy
-        result = fetch(server)
-    assert "answered with status 503 for org/tiny" in result["error"]
-    assert "come back later" in result["error"]
-
-
-@pytest.mark.parametrize("revision", ["", COMMIT])
-def test_no_connection_and_nothing_in_the_cache(repo, fetch, revision):
-    with HubServer(repo) as server:
-        pass
-    error = fetch(server, revision=revision)["error"]
-    assert f"{server.url} cannot be reached" in error
-    assert "--init DIR" in error and "HF_HUB_OFFLINE" in error
+        server.intercept = lambda request: request.send_bytes(403, b"", {}) or True
+        error = fetch(server)["error"]
+        assert len(server.requests) == 1
+    assert "org/tiny could not be downloaded" in error and "answered with status 403" in error
 
 
 def test_offline_with_half_a_cache(repo, fetch):
@@ -201,15 +588,21 @@ def test_offline_with_half_a_cache(repo, fetch):
         asked = len(server.requests)
         result = fetch(server, HF_HUB_OFFLINE="1")
         assert "HF_HUB_OFFLINE is set, and org/tiny (revision main) is not complete" in result["error"]
-        assert result["cause"] == "IncompleteSnapshotError"
         assert server.requests[asked:] == []
 
 
 def test_not_a_model_id(repo, fetch):
     with HubServer(repo) as server:
-        error = fetch(server, model_id="./no/such/folder")["error"]
+        for offline in ("", "1"):
+            error = fetch(server, model_id="./no/such/folder", HF_HUB_OFFLINE=offline)["error"]
+            assert "neither a folder here nor a model id such as Qwen/Qwen3-0.6B" in error
         assert server.requests == []
-    assert "neither a folder here nor a model id such as Qwen/Qwen3-0.6B" in error
+
+
+def test_an_endpoint_that_is_no_url(repo, fetch):
+    with HubServer(repo) as server:
+        result = fetch(server, HF_ENDPOINT="huggingface.co")
+    assert "the connection to " in result["error"] and result["printed"] == []
 
 
 def test_a_cache_that_cannot_be_written(repo, fetch, tmp_path):
@@ -218,3 +611,57 @@ def test_a_cache_that_cannot_be_written(repo, fetch, tmp_path):
         result = fetch(server, HF_HOME=str(tmp_path / "file" / "hf"))
     assert f"could not be downloaded into {tmp_path}/file/hf" in result["error"]
     assert "Not a directory" in result["error"]
+
+
+# ---------------------------------------------------------------------------------------------------- the command line
+
+
+@pytest.fixture
+def model_repo(tmp_path: Path) -> Path:
+    """A repository with random weights of the bundled miniature."""
+    folder = tmp_path / "model"
+    Qwen3ForCausalLM(Qwen3Config.from_pretrained(TINY)).save_pretrained(folder)
+    copy_companions(TINY, folder)
+    return folder
+
+
+def test_weights_are_read_through_the_caches_links(model_repo, fetch):
+    with HubServer(model_repo) as server:
+        snapshot = Path(fetch(server)["folder"])
+    assert (snapshot / "model.safetensors").resolve().parent.name == "blobs"
+    ours, published = HFFolder(snapshot), HFFolder(model_repo)
+    assert ours.file_of == published.file_of
+    assert all(torch.equal(ours.view(key)[:], published.view(key)[:]) for key in ours.file_of)
+
+
+def train(server: HubServer, tmp_path: Path, out: str, ranks: int, **env: str) -> subprocess.CompletedProcess:
+    flags = ["--init", "hub", "--model", "org/tiny", "--revision", "main", "--no-load-check"]
+    flags += ["--steps", "1", "--seq-len", "64", "--no-export"]
+    environment = {
+        "HF_HUB_OFFLINE": "0",
+        "QWEN3_TRN_CACHE": str(tmp_path / "tokens"),
+        **hub_environment(server, tmp_path),
+    }
+    return run_python(REPO / "train.py", *flags, "--out", tmp_path / out, ranks=ranks, **environment | env)
+
+
+def test_train_from_the_hub_then_offline(model_repo, tmp_path):
+    with HubServer(model_repo) as server:
+        succeeded(train(server, tmp_path, "first", ranks=2))
+        assert sorted(files_asked(server)) == sorted(path.name for path in model_repo.iterdir())  # once each
+        assert json.loads((tmp_path / "first" / "env.json").read_text())["commit"] == COMMIT
+        asked = len(server.requests)
+        succeeded(train(server, tmp_path, "offline", ranks=0, HF_HUB_OFFLINE="1"))
+        assert server.requests[asked:] == []
+    assert json.loads((tmp_path / "offline" / "env.json").read_text())["commit"] == COMMIT
+
+
+def test_a_failing_hub_ends_every_rank_with_one_message(model_repo, tmp_path):
+    with HubServer(model_repo) as server:
+        server.intercept = lambda request: status(503, Retry_After="3600")(request) or True
+        process = train(server, tmp_path, "out", ranks=2)
+        assert len(server.requests) == 1
+    assert process.returncode == 1
+    assert process.stderr.count("error: http") == process.stderr.count("answered with status 503") == 1
+    assert "Traceback (most recent call last)" not in process.stderr.split("torch/distributed")[0]
+    assert not (tmp_path / "out").exists()

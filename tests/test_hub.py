@@ -3,12 +3,10 @@
 pytest tests/test_hub.py
 """
 
-import contextlib
 import gzip
 import json
 import os
 import shutil
-import signal
 import socket
 import struct
 import subprocess
@@ -21,8 +19,8 @@ import pytest
 import torch
 
 from qwen3_trn import Qwen3Config, Qwen3ForCausalLM
-from qwen3_trn.checkpoint import HFFolder, copy_companions
 from qwen3_trn.errors import UserError
+from qwen3_trn.hf import HFFolder, copy_companions
 from qwen3_trn.hub import _missing_weights
 from tests.common import REPO, TINY, run_python, succeeded
 from tests.hub_server import COMMIT, TOKEN, HubRequest, HubServer
@@ -34,6 +32,7 @@ package.__path__ = ["qwen3_trn"]
 from qwen3_trn import hub
 from qwen3_trn.errors import UserError
 model_id, revision, with_weights, hub.PATIENCE_S = json.loads(sys.argv[1])
+hub.SILENCE_S = 1
 try:
     folder, commit = hub.download(model_id, revision, with_weights)
     result = {"folder": str(folder), "commit": commit}
@@ -139,7 +138,7 @@ def test_single_file_model_then_offline_from_the_cache(repo, fetch):
             assert Path(first["folder"], name).read_bytes() == (repo / name).read_bytes()
         assert first["printed"] == [] and first["stderr"] == ""  # no progress bar in a log file
         # config.json and generation_config.json have one content here, and it came once.
-        assert files_asked(server) == sorted({*KEPT, "chat_template.jinja", "model.safetensors"} - {"config.json"})
+        assert len(files_asked(server)) == len({*KEPT, "chat_template.jinja", "model.safetensors"}) - 1
         asked = len(server.requests)
         assert fetch(server) == first
         assert [request.split("?")[0] for request in server.requests[asked:]] == [
@@ -149,12 +148,7 @@ def test_single_file_model_then_offline_from_the_cache(repo, fetch):
         for revision in (None, COMMIT):
             assert fetch(server, revision=revision, HF_HUB_OFFLINE="1") == first
         assert server.requests[asked:] == []
-    down = fetch(server)
-    assert down["folder"] == first["folder"]
-    assert (
-        "the connection to " in down["printed"][0]
-        and f"the cache has org/tiny at commit {COMMIT}" in down["printed"][0]
-    )
+    assert fetch(server)["folder"] == first["folder"]  # the Hub is down, the cache is full
 
 
 def test_sharded_model_at_a_commit(sharded_repo, fetch):
@@ -206,69 +200,35 @@ def test_two_processes_on_one_cache(sharded_repo, start_fetch):
     assert len(files_asked(server)) == len({*files_asked(server)}) == len(KEPT) + 3  # 2 shards, index, template, - 1
 
 
-def test_what_a_killed_process_left_is_used(repo, fetch, start_fetch):
-    weights = repo / "model.safetensors"
-    half_is_there, ranges = threading.Event(), []
+def test_what_a_killed_process_left_is_used(sharded_repo, fetch, start_fetch):
+    """Files that were complete are not asked for again; the one on its way begins anew, as huggingface_hub wants it."""
+    half_is_there = threading.Event()
 
     def stall_once(request: HubRequest) -> bool:
-        if not is_weights(request):
+        if not is_weights(request) or not request.path.endswith(SHARDS[1]) or half_is_there.is_set():
             return False
-        ranges.append(request.headers.get("Range"))
-        request.send_file(weights, drop_after=100_000 if len(ranges) == 1 else None)
-        if len(ranges) == 1:
-            request.wfile.flush()
-            half_is_there.set()
-            time.sleep(2)
+        time.sleep(1)  # the other files have come
+        request.send_file(sharded_repo / SHARDS[1], drop_after=2)
+        request.wfile.flush()
+        half_is_there.set()
+        time.sleep(2)
         return True
 
-    with HubServer(repo) as server:
+    with HubServer(sharded_repo) as server:
         server.intercept = stall_once
         process = start_fetch(server)
         assert half_is_there.wait(30)
-        time.sleep(0.5)
         process.kill()
         process.communicate()
+        asked = len(files_asked(server))
         result = fetch(server)
-    assert ranges == ["bytes=0-", "bytes=100000-"]
-    assert Path(result["folder"], weights.name).read_bytes() == weights.read_bytes()
-    assert not list(Path(result["folder"]).parents[1].rglob("*.incomplete"))
-
-
-@pytest.mark.parametrize("is_link", [True, False])  # in a cache without symbolic links files stand in the snapshot
-def test_a_file_of_the_wrong_size_is_fetched_anew(repo, fetch, is_link):
-    with HubServer(repo) as server:
-        first = fetch(server)
-        weights = Path(first["folder"], "model.safetensors")
-        if not is_link:
-            weights.resolve().replace(weights)
-        os.truncate(weights, 1000)
-        assert fetch(server) == first
-    assert weights.read_bytes() == (repo / "model.safetensors").read_bytes()
-
-
-def test_the_token_stays_with_the_hub(repo, tmp_path, fetch):
-    """The Hub sends us on to another host for weights, and that one must not see the token."""
-    tokens = []
-
-    def note_token(request: HubRequest) -> bool:
-        tokens.append(request.headers.get("Authorization"))
-        return False
-
-    def send_on(request: HubRequest) -> bool:
-        assert request.headers.get("Authorization") == f"Bearer {TOKEN}"
-        if request.path.endswith(".safetensors"):
-            request.send_bytes(302, b"", {"Location": f"{cdn.url}/cdn/model.safetensors"})
-        return request.path.endswith(".safetensors")
-
-    with HubServer(repo) as server, HubServer(repo) as cdn:
-        server.intercept, cdn.intercept = send_on, note_token
-        assert fetch(server, HF_TOKEN=TOKEN)["commit"] == COMMIT
-    assert tokens == [None]
+        assert len(files_asked(server)) == asked + 1
+    assert Path(result["folder"], SHARDS[1]).read_text() == SHARDS[1]
 
 
 def test_packed_json(repo, fetch):
     def pack(request: HubRequest) -> bool:
-        if not request.path.startswith("/api/"):
+        if not request.path.startswith("/api/models/org/tiny/revision/"):
             return False
         siblings = [request.sibling(path) for path in request.files()]
         info = json.dumps({"id": "org/tiny", "sha": COMMIT, "siblings": siblings})
@@ -306,18 +266,7 @@ def send(content: bytes):
 
 
 def cut(request: HubRequest) -> None:
-    if request.headers["Range"] == "bytes=0-":
-        request.send_bytes(200, (request.server.folder / "model.safetensors").read_bytes()[:1000], {})
-    else:
-        status(416)(request)
-
-
-def never_end(request: HubRequest) -> None:
-    request.wfile.write(b"HTTP/1.1 200 OK\r\n\r\n")
-    with contextlib.suppress(OSError):
-        while True:
-            request.wfile.write(bytes(65536))
-    request.close_connection = True
+    request.send_bytes(200, (request.server.folder / "model.safetensors").read_bytes()[:1000], {})
 
 
 def stay_silent(request: HubRequest) -> None:
@@ -326,66 +275,80 @@ def stay_silent(request: HubRequest) -> None:
 
 
 FAULTS = {
-    "408": (status(408), "status 408 (come back later)"),
-    "429": (status(429, Retry_After="2"), "status 429"),
-    "429 of the Hub": (status(429, RateLimit='"resolvers";r=0;t=2'), "status 429"),
-    "503": (status(503, Retry_After="0"), "status 503"),
-    "dropped at once": (drop(0), "the connection to "),
-    "dropped": (drop(100_000), "the connection to "),
-    "reset": (reset, "the connection to "),
-    "silent": (stay_silent, "failed (timed out)"),
-    "too short": (cut, "ended after 1000 bytes, expected 200000"),
-    "endless": (never_end, "arrived damaged"),
-    "damaged": (send(bytes(200_000)), "arrived damaged"),
+    "408": status(408),
+    "429": status(429, Retry_After="2"),
+    "503": status(503, Retry_After="0"),
+    "dropped at once": drop(0),
+    "dropped": drop(100_000),
+    "reset": reset,
+    "silent": stay_silent,
+    "too short": cut,
+    "damaged": send(bytes(200_000)),
 }
-"""What a server can do wrong on one file, and what we say about it."""
+"""What a server can do wrong on one file. Some of it huggingface_hub tries again itself."""
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_that_passes(repo, fetch, fault):
-    misbehave, message = FAULTS[fault]
-    ranges = []
+    asked = []
 
     def once(request: HubRequest) -> bool:
-        if not is_weights(request):
-            return False
-        ranges.append(request.headers.get("Range"))
-        if len(ranges) == 1:
-            misbehave(request)
-        return len(ranges) == 1
+        if is_weights(request):
+            asked.append(time.monotonic())
+            if len(asked) == 1:
+                FAULTS[fault](request)
+        return is_weights(request) and len(asked) == 1
 
     with HubServer(repo) as server:
         server.intercept = once
-        result = fetch(server, patience_s=3, HF_HUB_DOWNLOAD_TIMEOUT="1")
+        result = fetch(server, patience_s=5, HF_HUB_DOWNLOAD_TIMEOUT="1")
     assert Path(result["folder"], "model.safetensors").read_bytes() == (repo / "model.safetensors").read_bytes()
-    (line,) = result["printed"]
-    assert (
-        message in line
-        and line.endswith(f"; next try in {2 if '429' in fault else 1} s")
-        and "/model.safetensors " in line
-    )
-    assert result["stderr"] == ""
-    kept = {"dropped": 100_000, "too short": 1000}.get(fault, 0)
-    if fault != "reset":  # which may arrive before the bytes
-        assert ranges == ["bytes=0-", f"bytes={kept}-"]
+    assert len(asked) == 2
+    if fault == "429":
+        assert asked[1] - asked[0] > 1.9
 
 
-@pytest.mark.parametrize("fault", ["503", "silent", "too short", "damaged"])
-def test_a_fault_that_stays(repo, fetch, fault):
-    misbehave, message = FAULTS[fault]
-
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("503", "answered with status 503 (come back later)"),
+        ("too short", "file should be of size 200000 but has size 1000"),
+        ("damaged", "model.safetensors of org/tiny arrived damaged"),
+    ],
+)
+def test_a_fault_that_stays(repo, fetch, fault, message):
     def always(request: HubRequest) -> bool:
         if is_weights(request):
-            misbehave(request)
+            FAULTS[fault](request)
         return is_weights(request)
 
     with HubServer(repo) as server:
         server.intercept = always
-        result = fetch(server, patience_s=2.5, HF_HUB_DOWNLOAD_TIMEOUT="1")
-        assert files_asked(server).count("model.safetensors") in (2, 3)
+        result = fetch(server, patience_s=2.5)
+        assert files_asked(server).count("model.safetensors") == 2
     assert message in result["error"]
-    assert "Given up at try" in result["error"] and "is not complete in the cache" in result["error"]
+    (line,) = result["printed"]
+    assert message in line and line.endswith("; next try in 1 s")
+    assert "Given up at try 2" in result["error"] and "is not complete in the cache" in result["error"]
     assert result["error"].count("Given up at try") == 1
+    assert result["stderr"] == ""
+
+
+def test_the_wait_that_the_hub_asks_for(repo, fetch):
+    """Of model info, which huggingface_hub does not ask for twice; its header for rate limits counts too."""
+    answers = iter([status(429, RateLimit='"api";r=0;t=2'), status(503, Retry_After="3"), status(500)])
+
+    def refuse(request: HubRequest) -> bool:
+        answer = next(answers, None)
+        if answer:
+            answer(request)
+        return bool(answer)
+
+    with HubServer(repo) as server:
+        server.intercept = refuse
+        result = fetch(server, patience_s=30)
+    assert result["commit"] == COMMIT
+    assert [line.rsplit(";")[-1] for line in result["printed"]] == [f" next try in {s} s" for s in (2, 3, 4)]
 
 
 def test_half_of_a_download_is_not_taken_for_a_cache(repo, fetch):
@@ -405,39 +368,6 @@ def test_half_of_a_download_is_not_taken_for_a_cache(repo, fetch):
         assert "is not complete in the cache" in fetch(server, revision=COMMIT, HF_HUB_OFFLINE="1")["error"]
 
 
-def test_a_server_that_ignores_the_range(repo, fetch):
-    weights = repo / "model.safetensors"
-
-    def send_from_the_start(request: HubRequest) -> bool:
-        if is_weights(request):
-            is_first = request.headers["Range"] == "bytes=0-"
-            del request.headers["Range"]
-            request.send_file(weights, drop_after=100_000 if is_first else None)
-        return is_weights(request)
-
-    with HubServer(repo) as server:
-        server.intercept = send_from_the_start
-        result = fetch(server, patience_s=3)
-    assert Path(result["folder"], weights.name).read_bytes() == weights.read_bytes()
-    assert len(result["printed"]) == 1
-
-
-def test_slow_but_steady(repo, fetch):
-    """Patience counts from the last new byte: 4 drops cost more seconds than it has, and none of it is lost."""
-    ranges = []
-
-    def drop_often(request: HubRequest) -> bool:
-        if is_weights(request):
-            ranges.append(request.headers["Range"])
-            drop(50_000)(request)
-        return is_weights(request)
-
-    with HubServer(repo) as server:
-        server.intercept = drop_often
-        assert fetch(server, patience_s=1.5)["commit"] == COMMIT
-    assert ranges == [f"bytes={start}-" for start in (0, 50_000, 100_000, 150_000)]
-
-
 def test_a_wait_longer_than_our_patience_is_not_begun(repo, fetch):
     with HubServer(repo) as server:
         server.intercept = lambda request: status(503, Retry_After="3600")(request) or True
@@ -447,35 +377,10 @@ def test_a_wait_longer_than_our_patience_is_not_begun(repo, fetch):
     assert "the next would be in 3600 s" in result["error"]
 
 
-def test_an_interrupt_ends_a_transfer(repo, start_fetch):
-    has_begun, may_end = threading.Event(), threading.Event()
-
-    def trickle(request: HubRequest) -> bool:
-        if is_weights(request):
-            request.send_file(repo / "model.safetensors", drop_after=1000)
-            has_begun.set()
-            while not may_end.wait(0.1):
-                request.wfile.write(b"x")
-        return is_weights(request)
-
-    with HubServer(repo) as server:
-        server.intercept = trickle
-        process = start_fetch(server)
-        assert has_begun.wait(30)
-        time.sleep(0.3)
-        process.send_signal(signal.SIGINT)
-        try:
-            process.communicate(timeout=10)
-        finally:
-            may_end.set()
-            process.kill()
-    assert process.returncode == -signal.SIGINT
-
-
 def test_a_hub_that_is_silent(repo, fetch):
     with HubServer(repo) as server:
         server.intercept = lambda request: stay_silent(request) or True
-        assert "failed (timed out)" in fetch(server, HF_HUB_DOWNLOAD_TIMEOUT="1")["error"]
+        assert "failed (timed out)" in fetch(server)["error"]
 
 
 @pytest.mark.parametrize("revision", [None, COMMIT])
@@ -483,19 +388,11 @@ def test_no_connection_and_nothing_in_the_cache(repo, fetch, revision):
     with HubServer(repo) as server:
         pass
     error = fetch(server, revision=revision)["error"]
-    assert f"{server.url}/api/models/org/tiny/revision/" in error and "the connection to " in error
+    assert f"the connection to {server.url}/api/models/org/tiny/" in error
     assert "--init DIR" in error and "HF_HUB_OFFLINE" in error
 
 
-@pytest.mark.parametrize(
-    "answer",
-    ["<html>Please log in", "[]", "{}", '{"id": "org/tiny", "sha": null, "siblings": []}']
-    + [json.dumps({"id": "x", "sha": "../../x", "siblings": []})]
-    + [
-        json.dumps({"id": "x", "sha": COMMIT, "siblings": [{"rfilename": "config.json"} | more]})
-        for more in ({}, {"size": 1}, {"size": 1, "blobId": "../x"})
-    ],
-)
+@pytest.mark.parametrize("answer", ["<html>Please log in", "[]", "{}", '{"id": "org/tiny", "sha": null}'])
 def test_a_server_that_is_no_hub(repo, fetch, answer):
     with HubServer(repo) as server:
         server.intercept = lambda request: request.send_bytes(200, answer.encode(), {}) or True
@@ -579,7 +476,7 @@ def test_refused_without_a_reason(repo, fetch):
         server.intercept = lambda request: request.send_bytes(403, b"", {}) or True
         error = fetch(server)["error"]
         assert len(server.requests) == 1
-    assert "org/tiny could not be downloaded" in error and "answered with status 403" in error
+    assert "answered with status 403" in error
 
 
 def test_offline_with_half_a_cache(repo, fetch):
@@ -662,6 +559,6 @@ def test_a_failing_hub_ends_every_rank_with_one_message(model_repo, tmp_path):
         process = train(server, tmp_path, "out", ranks=2)
         assert len(server.requests) == 1
     assert process.returncode == 1
-    assert process.stderr.count("error: http") == process.stderr.count("answered with status 503") == 1
-    assert "Traceback (most recent call last)" not in process.stderr.split("torch/distributed")[0]
+    assert process.stderr.count("error: http") == 1
+    assert f'File "{REPO}' not in process.stderr
     assert not (tmp_path / "out").exists()

@@ -364,11 +364,16 @@ def rounded(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
     return model.bfloat16().float()
 
 
-def save_sharded(model: Qwen3ForCausalLM, folder: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
+def save_sharded(
+    model: Qwen3ForCausalLM, folder: Path, dtype: torch.dtype, max_shard_bytes: int, fused: bool = False
+) -> None:
     parameters = dict(model.named_parameters())
-    shapes = parameter_shapes(model.config)
+
+    def read(name: str, target: Tensor) -> None:
+        target.copy_(parameters[name].detach())
+
     with new_folder(folder) as unfinished:
-        hf.save_hf(unfinished, model.config, shapes, lambda name: parameters[name].detach(), dtype, max_shard_bytes)
+        hf.save_hf(unfinished, model.config, parameter_shapes(model.config), read, dtype, max_shard_bytes, fused)
 
 
 @pytest.mark.parametrize(

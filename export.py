@@ -10,6 +10,7 @@ that is killed (SIGKILL) leaves my-model.unfinished-XXXXXXXX: remove it; it is n
 """
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -230,6 +231,8 @@ def compare_with_transformers(folder: Path, config: Qwen3Config, logits: Tensor)
 
 
 def main() -> None:
+    # Huge pages, which PyTorch decides on at its first tensor: most of an export is filling memory for the first time.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     args = tyro.cli(ExportConfig, prog="export.py", args=sys.argv[1:])
     if launch.RANK == 0:
         export(

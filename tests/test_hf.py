@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -495,8 +496,16 @@ def test_a_folder_with_something_in_it_is_left_untouched(tmp_path):
     assert (tmp_path / "empty" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("error", [OSError("No space left on device"), KeyboardInterrupt()], ids=["disk", "ctrl-c"])
-def test_an_error_midway_leaves_no_folder(tmp_path, monkeypatch, error):
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError("No space left on device"), (UserError, "model cannot be written: No space left on device")),
+        (SafetensorError("I/O error"), (UserError, r"model-00002-of-\d+\.safetensors cannot be written: I/O error")),
+        (KeyboardInterrupt(), (KeyboardInterrupt, "")),
+    ],
+    ids=["disk", "disk-in-safetensors", "ctrl-c"],
+)
+def test_an_error_midway_leaves_no_folder(tmp_path, monkeypatch, error, told):
     calls = []
 
     def save_two_then_fail(tensors, path, metadata):
@@ -506,7 +515,7 @@ def test_an_error_midway_leaves_no_folder(tmp_path, monkeypatch, error):
             raise error
 
     monkeypatch.setattr(hf, "save_file", save_two_then_fail)
-    with pytest.raises(type(error)):
+    with pytest.raises(told[0], match=told[1]):
         save_sharded(our_model(), tmp_path / "model", torch.bfloat16, 20_000)
     assert len(calls) == 2
     assert list(tmp_path.iterdir()) == []

@@ -501,7 +501,7 @@ def test_a_folder_with_something_in_it_is_left_untouched(tmp_path):
     [
         (OSError("No space left on device"), (UserError, "model cannot be written: No space left on device")),
         (SafetensorError("I/O error"), (UserError, r"model-00002-of-\d+\.safetensors cannot be written: I/O error")),
-        (KeyboardInterrupt(), (KeyboardInterrupt, "")),
+        (KeyboardInterrupt(), (KeyboardInterrupt, None)),
     ],
     ids=["disk", "disk-in-safetensors", "ctrl-c"],
 )

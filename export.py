@@ -3,12 +3,15 @@
     python export.py runs/tiny-1 my-model                     # the run's latest checkpoint
     python export.py runs/tiny-1/checkpoints/step_200 my-model --dtype fp32 --max-shard-size 200MB
 
-One process, on the CPU, whatever ranks wrote the checkpoint; it holds one shard and one parameter at a time. The folder
-gets its name only after everything in it was read back and compared with the checkpoint: every tensor's name, shape,
-dtype and values, and the logits on a fixed prompt.
+One process, on the CPU, whatever ranks wrote the checkpoint; it holds one shard, then one layer, never the model. The
+folder gets its name only after everything in it was read back and compared with the checkpoint: every tensor's name,
+shape, dtype and values, and the logits on a fixed prompt. An export that fails or is interrupted leaves nothing. One
+that is killed (SIGKILL) leaves my-model.unfinished-XXXXXXXX: remove it; it is no obstacle to the next.
 """
 
 import json
+import os
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,8 +24,9 @@ from torch import Tensor, nn
 
 from qwen3_trn import checkpoint, hf, launch
 from qwen3_trn.config import Qwen3Config, parse_size
+from qwen3_trn.errors import UserError
 from qwen3_trn.folders import new_folder
-from qwen3_trn.hf import EMBEDDING, HEAD, HFFolder, pieces_of
+from qwen3_trn.hf import EMBEDDING, HEAD, HFFolder
 from qwen3_trn.metrics import format_bytes, format_count
 from qwen3_trn.model import Qwen3ForCausalLM, parameter_shapes, rope_tables
 
@@ -41,6 +45,7 @@ Settings of the run:
 {settings}
 ```
 """
+TOLERANCE = 1e-4  # of transformers' logits in fp32, relative to the largest
 
 
 @dataclass(frozen=True)
@@ -50,33 +55,53 @@ class ExportConfig:
     run: tyro.conf.Positional[str]  # A run's folder (its latest checkpoint is taken), or a checkpoint's.
     folder: tyro.conf.Positional[str]  # The folder to make; it must not exist, or be empty.
     dtype: Literal["bf16", "fp32"] = "bf16"  # Of the files; training weights are fp32.
-    max_shard_size: str = "5GB"  # Largest safetensors file.
+    # One tensor an expert, the published form, or two a layer, which only transformers 5 reads.
+    experts: Literal["per-expert", "fused"] = "per-expert"
+    max_shard_size: str = "5GB"  # Largest safetensors file; a larger tensor gets a file of its own.
+    # Also compare the logits with those of transformers' model, which needs memory for the whole model in fp32.
+    verify_with: Literal["transformers"] | None = None
 
 
-def export(source: Path, folder: Path, dtype: torch.dtype, max_shard_bytes: int, replace: bool = False) -> None:
+def export(
+    source: Path,
+    folder: Path,
+    dtype: torch.dtype,
+    max_shard_bytes: int,
+    fused: bool = False,
+    with_transformers: bool = False,
+    replace: bool = False,
+) -> None:
     """Write `folder` from the checkpoint `source`, and verify it.
 
-    Raises UserError if the folder holds something, unless it may be replaced; RuntimeError, and leaves no folder, if
-    what was written is not what was read.
+    fused: how the experts are written, see hf.save_hf. with_transformers: compare the logits with transformers' too.
+    Raises UserError if the folder cannot be written, or holds something that may not be replaced; RuntimeError, and
+    leaves no folder, if what was written is not what was read.
     """
     checkpoint.verify_files(source)
     config = Qwen3Config.from_pretrained(source)
     shapes = parameter_shapes(config)
     checkpoint.check_checkpoint(source, shapes)
+    kept = source.resolve().parent if source.resolve().parent.name == "checkpoints" else source.resolve()
+    if kept in folder.resolve().parents:
+        raise UserError(f"{folder} is inside of {kept}, which belongs to training. Name a folder outside.")
+    if with_transformers:
+        import_transformers_models()
 
-    def read(name: str) -> Tensor:
-        tensor = torch.empty(shapes[name])
-        checkpoint.read_checkpoint(source, {name: tensor})
-        return tensor
+    def read(name: str, target: Tensor) -> None:
+        checkpoint.read_checkpoint(source, {name: target})
 
+    num_values = sum(shape.numel() for shape in shapes.values())
     with new_folder(folder, replace) as unfinished:
+        needed, free = num_values * dtype.itemsize, shutil.disk_usage(unfinished).free
+        if needed > free:
+            raise UserError(f"{folder} needs {format_bytes(needed)}; on its disk {format_bytes(free)} are free.")
         hf.copy_companions(source, unfinished)
-        hf.save_hf(unfinished, config, shapes, read, dtype, max_shard_bytes)
+        hf.save_hf(unfinished, config, shapes, read, dtype, max_shard_bytes, fused)
         state = json.loads((source / "trainer.json").read_text(encoding="utf-8"))
         card = MODEL_CARD.format(
             name=folder.resolve().parent.name if folder.name == "hf" else folder.resolve().name,
             model_type=config.model_type,
-            parameters=format_count(sum(shape.numel() for shape in shapes.values())),
+            parameters=format_count(num_values),
             step=state["step"],
             tokens=format_count(state["tokens"]),
             dtype=hf.DTYPE_NAMES[dtype],
@@ -87,15 +112,16 @@ def export(source: Path, folder: Path, dtype: torch.dtype, max_shard_bytes: int,
         written.check(config, shapes)
         if Qwen3Config.from_pretrained(unfinished) != config:
             raise RuntimeError(f"export: {unfinished / 'config.json'} describes another model than {source} holds")
-        num_tensors = verify_values(written, shapes, read, dtype)
-        verify_logits(written, config, read, dtype)
+        logits = verify(written, config, source, dtype)
+        verified = [
+            f"verified   missing 0, unexpected 0; {len(written.file_of)} tensors and the logits equal to {source}, bit "
+            "for bit"
+        ]
+        if with_transformers:
+            difference = compare_with_transformers(unfinished, config, logits)
+            verified.append(f"verified   transformers' logits differ by at most {difference:.1e} (fp32)")
         total_bytes = sum(path.stat().st_size for path in unfinished.iterdir())
-    print(
-        f"exported   {folder}: {format_bytes(total_bytes)}, {hf.DTYPE_NAMES[dtype]}",
-        f"verified   missing 0, unexpected 0; {num_tensors} tensors and the logits equal to {source}, bit for bit",
-        sep="\n",
-        flush=True,
-    )
+    print(f"exported   {folder}: {format_bytes(total_bytes)}, {hf.DTYPE_NAMES[dtype]}", *verified, sep="\n", flush=True)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -104,41 +130,49 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
 
 
-def verify_values(
-    written: HFFolder, shapes: dict[str, torch.Size], read: Callable[[str], Tensor], dtype: torch.dtype
-) -> int:
-    """Compare every tensor in the files with the checkpoint's, rounded to `dtype`. Returns how many there are."""
-    num_tensors = 0
-    for name, shape in shapes.items():
-        expected = read(name).to(dtype)
-        for piece in pieces_of(name, shape, fused=False):
-            tensor = written.view(piece.key)[:]
-            wanted = expected if piece.expert is None else expected[piece.expert]
-            if tensor.dtype != dtype or not same_bits(tensor, wanted):
-                raise RuntimeError(f"export: {piece.key} in {written.folder} is not what the checkpoint holds")
-            num_tensors += 1
-    return num_tensors
+def fixed_prompt(config: Qwen3Config) -> Tensor:
+    """Token ids [1, T] for comparing logits, T at most 64."""
+    return torch.arange(min(64, config.max_position_embeddings))[None] * 7919 % config.vocab_size
+
+
+def verify_values(written: HFFolder, name: str, expected: Tensor) -> None:
+    """Compare all that the files hold of one parameter with `expected`, which has the dtype they must have."""
+    num_values = 0
+    for key, wanted, found in written.parts(name, expected):
+        if found.dtype != expected.dtype or not same_bits(found, wanted):
+            raise RuntimeError(f"export: {key} in {written.folder} is not what the checkpoint holds")
+        num_values += found.numel()
+    if num_values != expected.numel():
+        raise RuntimeError(f"export: {num_values} of the {expected.numel()} values of {name} were compared")
 
 
 @torch.no_grad()
-def verify_logits(written: HFFolder, config: Qwen3Config, read: Callable[[str], Tensor], dtype: torch.dtype) -> None:
-    """Run a fixed prompt through both sides, block by block, in fp32: all hidden states and logits must be equal.
+def verify(written: HFFolder, config: Qwen3Config, source: Path, dtype: torch.dtype) -> Tensor:
+    """Compare the files with the checkpoint rounded to `dtype`: every value, then what is computed from it, in fp32.
 
-    One side is the checkpoint rounded to `dtype`, the other what a user's `--init` reads from the folder.
+    A fixed prompt goes through both sides, a block at a time; all hidden states and logits must be equal. One side is
+    the checkpoint, the other what a user's `--init` reads from the folder. Returns the logits [1, T, V].
     """
 
-    def from_checkpoint(parameters: dict[str, Tensor]) -> None:
+    def fill_from_checkpoint(parameters: dict[str, Tensor]) -> None:
+        checkpoint.read_checkpoint(source, parameters)
         for name, parameter in parameters.items():
-            parameter.copy_(read(name).to(dtype))
+            rounded = parameter.to(dtype)
+            verify_values(written, name, rounded)
+            parameter.copy_(rounded)
+
+    def fill_from_folder(parameters: dict[str, Tensor]) -> None:
+        for parameter in parameters.values():
+            parameter.fill_(torch.nan)  # a value that is not read must not look as if it was
+        written.read(parameters)
 
     with torch.device("meta"):
         model = Qwen3ForCausalLM(config)
     if config.tie_word_embeddings:  # two parameters for now, so that each block can come and go on its own
         model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
-    length = min(64, config.max_position_embeddings)
-    ids = torch.arange(length)[None] * 7919 % config.vocab_size
-    cos, sin = rope_tables(config, torch.arange(length)[None], torch.float32)
-    valid = torch.ones(1, length, dtype=torch.bool)
+    ids = fixed_prompt(config)
+    cos, sin = rope_tables(config, torch.arange(ids.shape[1])[None], torch.float32)
+    valid = torch.ones_like(ids, dtype=torch.bool)
     blocks: list[tuple[str, nn.Module, Callable]] = [
         ("model.embed_tokens", model.model.embed_tokens, lambda block, x: block(ids)),
         *(
@@ -148,27 +182,69 @@ def verify_logits(written: HFFolder, config: Qwen3Config, read: Callable[[str], 
         ("model.norm", model.model.norm, lambda block, x: block(x)),
         ("lm_head", model.lm_head, lambda block, x: block(x)),
     ]
+    unseen = set(parameter_shapes(config))
     from_both = torch.empty(0), torch.empty(0)
     for prefix, block, run in blocks:
+        block.to_empty(device="cpu")
+        parameters = {f"{prefix}.{name}": parameter for name, parameter in block.named_parameters()}
+        if config.tie_word_embeddings and HEAD in parameters:
+            parameters[EMBEDDING] = parameters.pop(HEAD)
+        unseen -= parameters.keys()
         outputs = []
-        for fill, x in zip((from_checkpoint, written.read), from_both, strict=True):
-            block.to_empty(device="cpu")
-            parameters = {f"{prefix}.{name}": parameter for name, parameter in block.named_parameters()}
-            if config.tie_word_embeddings and HEAD in parameters:
-                parameters[EMBEDDING] = parameters.pop(HEAD)
+        for fill, x in zip((fill_from_checkpoint, fill_from_folder), from_both, strict=True):
             fill(parameters)
             outputs.append(run(block, x))
-            block.to("meta")
         if not same_bits(*outputs):
             raise RuntimeError(f"export: {prefix} computes other values from {written.folder} than from the checkpoint")
         from_both = tuple(outputs)
+        block.to("meta")
+    if unseen:
+        raise RuntimeError(f"export: no block holds {sorted(unseen)}, so they were not verified")
+    return from_both[1]
+
+
+def import_transformers_models() -> type:
+    """transformers' AutoModelForCausalLM. Raises UserError if it cannot be imported."""
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise UserError(f"--verify-with transformers: its models cannot be imported: {error}") from error
+    return AutoModelForCausalLM
+
+
+@torch.no_grad()
+def compare_with_transformers(folder: Path, config: Qwen3Config, logits: Tensor) -> float:
+    """The largest difference between `logits`, of the fixed prompt, and those of transformers' model from `folder`.
+
+    In fp32. Raises RuntimeError if it is too large, or if transformers misses a tensor or finds one too many.
+    """
+    model, report = import_transformers_models().from_pretrained(
+        folder,
+        dtype=torch.float32,
+        output_loading_info=True,
+        experts_implementation="eager",  # the default refuses widths that are not a multiple of 16 bytes
+    )
+    if any(report.values()):
+        raise RuntimeError(f"export: transformers reads {folder} otherwise than it was written: {report}")
+    difference = (model(fixed_prompt(config)).logits - logits).abs().max().item()
+    if not difference <= TOLERANCE * max(1, logits.abs().max().item()):
+        raise RuntimeError(f"export: the logits of transformers' model from {folder} differ by {difference}")
+    return difference
 
 
 def main() -> None:
+    # Huge pages, which PyTorch decides on at its first tensor: most of an export is filling memory for the first time.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     args = tyro.cli(ExportConfig, prog="export.py", args=sys.argv[1:])
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[args.dtype]
     if launch.RANK == 0:
-        export(checkpoint.find_checkpoint(args.run), Path(args.folder), dtype, parse_size(args.max_shard_size))
+        export(
+            checkpoint.find_checkpoint(args.run),
+            Path(args.folder),
+            {"bf16": torch.bfloat16, "fp32": torch.float32}[args.dtype],
+            parse_size(args.max_shard_size),
+            fused=args.experts == "fused",
+            with_transformers=args.verify_with == "transformers",
+        )
 
 
 if __name__ == "__main__":

@@ -51,11 +51,12 @@ def make_batch() -> tuple[torch.Tensor, torch.Tensor]:
     return ids[:, :-1], ids[:, 1:]
 
 
-def anonymous_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon"):
+def resident_bytes(kind: str, process: int | str = "self") -> int:
+    """A process's resident memory of a kind (RssAnon, RssFile); 0 when it has ended."""
+    for line in Path(f"/proc/{process}/status").read_text().splitlines():
+        if line.startswith(kind):
             return int(line.split()[1]) * 1024
-    raise RuntimeError("no RssAnon in /proc/self/status")
+    return 0
 
 
 def run_rank(folder: Path) -> None:
@@ -66,11 +67,11 @@ def run_rank(folder: Path) -> None:
     from qwen3_trn.init import owned_part
     from qwen3_trn.parallel import build_mesh, build_model
 
-    peak, loading = [anonymous_bytes()], True
+    peak, loading = [resident_bytes("RssAnon")], True
 
     def watch() -> None:
         while loading:
-            peak[0] = max(peak[0], anonymous_bytes())
+            peak[0] = max(peak[0], resident_bytes("RssAnon"))
             time.sleep(0.005)
 
     watcher = threading.Thread(target=watch)

@@ -294,4 +294,7 @@ def read_checkpoint(checkpoint: Path, parameters: dict[str, Tensor]) -> None:
     """Read a checkpoint's values for just these parameters into them, in one process, whatever ranks wrote it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is what no_dist asks for
-        dcp.load({"model": parameters}, checkpoint_id=checkpoint / "state", no_dist=True)
+        try:
+            dcp.load({"model": parameters}, checkpoint_id=checkpoint / "state", no_dist=True)
+        except CheckpointException as error:
+            raise error.failures[0][0] from None  # also an interrupt is wrapped, in what is not an Exception

@@ -18,8 +18,8 @@ from qwen3_trn.errors import UserError
 def new_folder(folder: str | Path, replace: bool = False) -> Iterator[Path]:
     """Yields a folder to write into; it gets its name, by one rename, only when the body is through and all is synced.
 
-    Raises UserError if `folder` is there already and not empty, unless it may be replaced. After an error the
-    unfinished folder is removed.
+    Raises UserError if `folder` is there already and not empty, unless it may be replaced, or if a write fails. After
+    an error the unfinished folder is removed.
     """
     folder = Path(folder).resolve()
     if not replace and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -30,8 +30,10 @@ def new_folder(folder: str | Path, replace: bool = False) -> Iterator[Path]:
     try:
         yield unfinished
         publish(unfinished, folder, replace)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
+        if isinstance(error, OSError) and error.filename is None:  # a write that fails does not say where it was
+            raise UserError(f"{folder} cannot be written: {error}.") from error
         raise
 
 

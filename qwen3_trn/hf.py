@@ -1,13 +1,14 @@
 """Hugging Face folders in and out: safetensors, config.json, and the files that go with them.
 
     load_hf("path/to/Qwen3-0.6B", config, dict(model.named_parameters()))   # each rank reads only what it owns
-    save_hf(folder, config, shapes, read, torch.bfloat16)                   # `read(name)` gives one parameter at a time
+    save_hf(folder, config, shapes, read, torch.bfloat16)   # `read(name, target)` fills in one parameter at a time
 
 Parameters carry Hugging Face's names, so reading is the identity but for the experts, which are stacked here [E, ...]
-and either one tensor an expert on disk (the published form) or fused, gate beside up, by transformers 5.
+and on disk either one tensor an expert, the published form, or transformers 5's, gate above up in one.
 """
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -164,14 +165,22 @@ class HFFolder:
     def read(self, parameters: dict[str, Tensor]) -> None:
         """Copy the slices that this rank owns into `parameters` (plain tensors or DTensors of any float dtype)."""
         for name, parameter in parameters.items():
-            local, owned = owned_part(parameter)
-            for piece in pieces_of(name, parameter.shape, self.fused):
-                if piece.expert is None:
-                    self._copy(piece, owned, local)
-                elif owned[0].start <= piece.expert < owned[0].stop:
-                    self._copy(piece, owned[1:], local[piece.expert - owned[0].start])
+            for _, target, tensor in self.parts(name, parameter):
+                target.copy_(tensor)
 
-    def _copy(self, piece: Piece, owned: tuple[slice, ...], target: Tensor) -> None:
+    def parts(self, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """What this rank owns of a parameter, a bounded part at a time.
+
+        Yields (name on disk, view of the parameter, what the files hold for it in their dtype).
+        """
+        local, owned = owned_part(parameter)
+        for piece in pieces_of(name, parameter.shape, self.fused):
+            if piece.expert is None:
+                yield from self._parts_of(piece, owned, local)
+            elif owned[0].start <= piece.expert < owned[0].stop:
+                yield from self._parts_of(piece, owned[1:], local[piece.expert - owned[0].start])
+
+    def _parts_of(self, piece: Piece, owned: tuple[slice, ...], target: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
         if target.numel() == 0:
             return
         view = self.view(piece.key)
@@ -187,7 +196,7 @@ class HFFolder:
         step = max(1, _READ_BYTES // (4 * max(1, target[0].numel())))
         for start in range(first.start, first.stop, step):
             stop = min(start + step, first.stop)
-            target[start - first.start : stop - first.start].copy_(view[slice(start, stop), *rest])
+            yield piece.key, target[start - first.start : stop - first.start], view[slice(start, stop), *rest]
 
 
 def load_hf(folder: str | Path, config: Qwen3Config, parameters: dict[str, Tensor]) -> None:
@@ -201,46 +210,70 @@ def save_hf(
     folder: Path,
     config: Qwen3Config,
     shapes: dict[str, torch.Size],
-    read: Callable[[str], Tensor],
+    read: Callable[[str, Tensor], object],
     dtype: torch.dtype,
     max_shard_bytes: int = 5_000_000_000,
+    fused: bool = False,
 ) -> None:
     """Write config.json and safetensors of at most max_shard_bytes (with an index when more than one) to a folder.
 
-    `read(name)` returns a whole parameter; one is held at a time beside the shard that is being filled. Experts are
-    written one tensor each, the published form. A tied head is not written.
+    `read(name, target)` copies a whole parameter into a tensor of `dtype`. The shard that is being filled is held, and
+    one stack of experts while they are written one tensor each, which is the published form; `fused` writes a layer's
+    experts as two tensors, transformers 5's form. A tensor larger than max_shard_bytes gets a file of its own. A tied
+    head is not written. Raises UserError if a file cannot be written.
     """
-    # Greedy: a shard is closed when the next tensor would not fit. Names carry the number of shards, so plan first.
-    shards: list[list[tuple[str, Piece]]] = [[]]
-    shard_bytes = 0
+    sources: dict[str, list[tuple[str, Piece]]] = {}  # tensor on disk -> what it is made of: gate and up where fused
     for name, shape in shapes.items():
-        for piece in pieces_of(name, shape, fused=False):
-            piece_bytes = dtype.itemsize * torch.Size(piece.shape).numel()
-            if shards[-1] and shard_bytes + piece_bytes > max_shard_bytes:
-                shards.append([])
-                shard_bytes = 0
-            shards[-1].append((name, piece))
-            shard_bytes += piece_bytes
+        for piece in pieces_of(name, shape, fused):
+            sources.setdefault(piece.key, []).append((name, piece))
+    sizes = {key: math.prod(parts[0][1].shape) for key, parts in sources.items()}
+    shards = _plan_shards(sizes, max_shard_bytes // dtype.itemsize)
+    # One buffer for all shards: thousands of small tensors, made and freed again, leave holes that no one gives back.
+    buffer = torch.empty(max(sum(sizes[key] for key in shard) for shard in shards), dtype=dtype)
     weight_map: dict[str, str] = {}
-    total_bytes = 0
-    held_name, held = "", torch.empty(0)
-    for number, shard in enumerate(shards, start=1):
+    stack_name, stack = "", torch.empty(0)
+    for number, shard in enumerate(shards, start=1):  # file names carry the number of shards
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         tensors = {}
-        for name, piece in shard:
-            if name != held_name:
-                held_name, held = name, read(name)
-            whole = held if piece.expert is None else held[piece.expert]
-            tensors[piece.key] = whole.to(dtype, copy=True).contiguous()
-            weight_map[piece.key] = file
-            total_bytes += tensors[piece.key].nbytes
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+        start = 0
+        for key in shard:
+            tensors[key] = tensor = buffer[start : start + sizes[key]].view(sources[key][0][1].shape)
+            start += sizes[key]
+            weight_map[key] = file
+            for name, piece in sources[key]:
+                if piece.expert is not None:
+                    if stack_name != name:
+                        stack_name, stack = name, torch.empty(shapes[name], dtype=dtype)
+                        read(name, stack)
+                    tensor.copy_(stack[piece.expert])
+                elif tensor.shape == shapes[name]:
+                    read(name, tensor)
+                else:
+                    read(name, tensor.narrow(-2, piece.offset, shapes[name][-2]))
+        try:
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise UserError(f"{folder / file} cannot be written: {error}. Is the disk full?") from error
     if len(shards) > 1:
+        total_bytes = dtype.itemsize * sum(sizes.values())
         index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     (folder / "config.json").write_text(
         json.dumps(config.to_dict(DTYPE_NAMES[dtype]), indent=2) + "\n", encoding="utf-8"
     )
+
+
+def _plan_shards(sizes: dict[str, int], max_size: int) -> list[list[str]]:
+    """Tensors in order, file by file: a file is closed when the next tensor would not fit."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for key, size in sizes.items():
+        if shards[-1] and filled + size > max_size:
+            shards.append([])
+            filled = 0
+        shards[-1].append(key)
+        filled += size
+    return shards
 
 
 def copy_companions(source: Path, target: Path) -> None:

@@ -314,7 +314,9 @@ class Qwen3ForCausalLM(nn.Module):
         parameters = dict(self.named_parameters())
         shapes = {name: parameter.shape for name, parameter in parameters.items()}
         with new_folder(folder) as unfinished:
-            hf.save_hf(unfinished, self.config, shapes, lambda name: parameters[name].detach(), dtype)
+            hf.save_hf(
+                unfinished, self.config, shapes, lambda name, target: target.copy_(parameters[name].detach()), dtype
+            )
 
     def generate(self, ids: Tensor, max_new_tokens: int, temperature: float = 0.0) -> Tensor:
         """Continue ids [B, T] by max_new_tokens each, greedily at temperature 0. Returns [B, T + max_new_tokens]."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -60,7 +61,9 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def assert_transformers_reads(folder: Path, ours: Qwen3ForCausalLM, dtype: str = "bfloat16") -> None:
     """transformers finds every tensor of `folder`, in `dtype`, and nothing else, and computes our model's logits."""
-    theirs, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    theirs, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True, experts_implementation="eager"
+    )
     assert not any(info.values()), info
     tensors = [tensor for file in folder.glob("*.safetensors") for tensor in load_file(file).values()]
     assert {tensor.dtype for tensor in tensors} == {getattr(torch, dtype)}
@@ -244,6 +247,11 @@ def index_names(file: str, absolute: bool = False):
     return change
 
 
+def index_names_folder(folder: Path) -> None:
+    (folder / "folder.safetensors").mkdir()
+    index_names("folder.safetensors")(folder)
+
+
 def write_index(content: str | bytes):
     return lambda folder: (folder / INDEX_FILE).write_bytes(content if isinstance(content, bytes) else content.encode())
 
@@ -292,6 +300,13 @@ REFUSED = {
         index_names("", absolute=True),
         [INDEX_FILE, "/outside.safetensors'", "same folder"],
     ),
+    "index-points-down": (
+        "sharded",
+        index_names("sub/x.safetensors"),
+        [INDEX_FILE, "'sub/x.safetensors'", "same folder"],
+    ),
+    "index-names-nul": ("sharded", index_names(r"x\u0000.safetensors"), ["x\0.safetensors does not exist", INDEX_FILE]),
+    "index-names-folder": ("sharded", index_names_folder, ["folder.safetensors does not exist", INDEX_FILE]),
     "index-names-pickle": ("sharded", index_names("weights.bin"), [INDEX_FILE, "'weights.bin'", ".safetensors"]),
     "index-disagrees": ("sharded", move_tensor, [INDEX_FILE, "disagrees", "about 1 tensors", "two versions"]),
     "tensor-twice": ("sharded", duplicate_tensor, [INDEX_FILE, "disagrees"]),
@@ -364,11 +379,16 @@ def rounded(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
     return model.bfloat16().float()
 
 
-def save_sharded(model: Qwen3ForCausalLM, folder: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
+def save_sharded(
+    model: Qwen3ForCausalLM, folder: Path, dtype: torch.dtype, max_shard_bytes: int, fused: bool = False
+) -> None:
     parameters = dict(model.named_parameters())
-    shapes = parameter_shapes(model.config)
+
+    def read(name: str, target: Tensor) -> None:
+        target.copy_(parameters[name].detach())
+
     with new_folder(folder) as unfinished:
-        hf.save_hf(unfinished, model.config, shapes, lambda name: parameters[name].detach(), dtype, max_shard_bytes)
+        hf.save_hf(unfinished, model.config, parameter_shapes(model.config), read, dtype, max_shard_bytes, fused)
 
 
 @pytest.mark.parametrize(
@@ -388,8 +408,9 @@ def test_transformers_reads_what_we_write(tmp_path, changes):
     assert_same(
         dict(Qwen3ForCausalLM.from_pretrained(tmp_path / "fp32").named_parameters()), dict(model.named_parameters())
     )
-    save_sharded(model, tmp_path / "sharded", torch.float32, 20_000)
-    assert_transformers_reads(tmp_path / "sharded", model, "float32")
+    for fused in (False, True):
+        save_sharded(model, tmp_path / f"sharded-{fused}", torch.float32, 20_000, fused)
+        assert_transformers_reads(tmp_path / f"sharded-{fused}", model, "float32")
     model.save_pretrained(tmp_path / "bf16")  # bf16 is the default
     rounded(model)
     assert_transformers_reads(tmp_path / "bf16", model, "bfloat16")
@@ -427,6 +448,31 @@ def test_shards_and_index_are_in_hugging_faces_form(tmp_path):
     )
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["per-expert", "fused"])
+def test_a_save_holds_one_shard_and_one_stack_of_experts(tmp_path, fused):
+    """Counted in tensors that are filled in: each parameter once, and never a copy of a whole one beside the shard."""
+    model = our_model(moe=True)
+    parameters, largest_shard = dict(model.named_parameters()), 60_000
+    filled: dict[str, int] = {}
+    storages: dict[str, int] = {}
+
+    def read(name: str, target: Tensor) -> None:
+        target.copy_(parameters[name].detach())
+        filled[name] = filled.get(name, 0) + target.numel()
+        storages[name] = target.untyped_storage().nbytes()
+
+    with new_folder(tmp_path / "model") as unfinished:
+        shapes = parameter_shapes(model.config)
+        hf.save_hf(unfinished, model.config, shapes, read, torch.bfloat16, largest_shard, fused)
+    assert filled == {name: parameter.numel() for name, parameter in parameters.items()}
+    files = [path.stat().st_size for path in (tmp_path / "model").glob("*.safetensors")]
+    for name, storage in storages.items():  # the shard's buffer, or the stack that experts are taken from
+        if ".experts." in name and not fused:
+            assert storage == 2 * parameters[name].numel()
+        else:
+            assert storage <= max(files)
+
+
 def test_bytes_are_deterministic(tmp_path):
     for name in ("a", "b"):
         save_sharded(our_model(moe=True), tmp_path / name, torch.bfloat16, 20_000)
@@ -450,8 +496,16 @@ def test_a_folder_with_something_in_it_is_left_untouched(tmp_path):
     assert (tmp_path / "empty" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("error", [OSError("No space left on device"), KeyboardInterrupt()], ids=["disk", "ctrl-c"])
-def test_an_error_midway_leaves_no_folder(tmp_path, monkeypatch, error):
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError("No space left on device"), (UserError, "model cannot be written: No space left on device")),
+        (SafetensorError("I/O error"), (UserError, r"model-00002-of-\d+\.safetensors cannot be written: I/O error")),
+        (KeyboardInterrupt(), (KeyboardInterrupt, None)),
+    ],
+    ids=["disk", "disk-in-safetensors", "ctrl-c"],
+)
+def test_an_error_midway_leaves_no_folder(tmp_path, monkeypatch, error, told):
     calls = []
 
     def save_two_then_fail(tensors, path, metadata):
@@ -461,7 +515,7 @@ def test_an_error_midway_leaves_no_folder(tmp_path, monkeypatch, error):
             raise error
 
     monkeypatch.setattr(hf, "save_file", save_two_then_fail)
-    with pytest.raises(type(error)):
+    with pytest.raises(told[0], match=told[1]):
         save_sharded(our_model(), tmp_path / "model", torch.bfloat16, 20_000)
     assert len(calls) == 2
     assert list(tmp_path.iterdir()) == []

@@ -291,6 +291,7 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
         # Without `out` and `resume`, so that --config OUT/config.toml repeats the run elsewhere.
         not_settings = {"out": None, "config": None, "resume": None}
         write_run_files(out, dataclasses.asdict(settings) | not_settings, facts)
+        hf.copy_companions(model_folder, out / "model")  # which may be a checkpoint that goes before the run ends
     dist.barrier()
     if not (out / "config.toml").is_file():
         raise UserError(
@@ -332,7 +333,7 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
     )
 
     log = RunLog(out, settings.steps) if launch.RANK == 0 else None
-    saver = checkpoint.Saver(out, model_folder, args.keep, saved_step=state["step"])
+    saver = checkpoint.Saver(out, out / "model", args.keep, saved_step=state["step"])
     state |= {"settings": dataclasses.asdict(settings), "fingerprint": data.fingerprint}
     state |= {"model": [start.name_model(args), args.revision], "commit": commit}
     stop = launch.StopFlag(args.max_minutes)
@@ -428,7 +429,7 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
     if log:
         log.close()
     if ended:
-        text = sample_text(model, data, model_folder, device)
+        text = sample_text(model, data, out / "model", device)
         print0(f"sample     {text}")
         if launch.RANK == 0:
             (out / "samples.txt").write_text(f"step {state['step']}: {text}\n", encoding="utf-8")

@@ -22,6 +22,7 @@ def run_2gb(folder, *options: str, timeout: float) -> None:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_the_benchmarks_of_2_gb_run(tmp_path):
     run_2gb(tmp_path, "--tiny", timeout=120)
 

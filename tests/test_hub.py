@@ -355,10 +355,11 @@ def test_half_of_a_download_is_not_taken_for_a_cache(repo, fetch):
     """Not even where the revision names its folder, and without weights, whose index would tell."""
 
     def refuse_one(request: HubRequest) -> bool:
-        if request.path.endswith("/tokenizer.json"):
+        is_asked = request.command == "GET" and request.path.endswith("/tokenizer.json")
+        if is_asked:
             time.sleep(0.3)  # the others have come
             status(503)(request)
-        return request.path.endswith("/tokenizer.json")
+        return is_asked
 
     with HubServer(repo) as server:
         server.intercept = refuse_one

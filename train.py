@@ -284,7 +284,7 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
     if resumed:
         start.check_unchanged(args, config, data, resumed)
     settings = start.resolve(args, config, data, state["step"], state["position"])
-    out = Path(launch.run_once("out", lambda: str(start.choose_out(args, model_folder))))
+    out = Path(launch.run_once("out", lambda: str(start.choose_out(args, model_folder, resumed))))
     if launch.RANK == 0:
         facts = {"device": device.type, "world_size": num_ranks, "model_folder": str(model_folder), "commit": commit}
         facts["resumed_from"] = str(resumed) if resumed else None
@@ -423,6 +423,7 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
     if saver.saved_step != state["step"]:
         saver.save(state, model, optimizer)
         saver.wait()
+    ended = ended and not agree([], args.tp, stop.reason is not None)[2][0]  # a signal may have come meanwhile
     launch.interrupt_on_signals()
     if state["skipped_steps"]:
         print0(f"warning: {state['skipped_steps']} of {state['step']} steps were skipped, see above")

@@ -41,6 +41,7 @@ from qwen3_trn.metrics import format_bytes
 
 SUMS_FILE = "SHA256SUMS"
 UNFINISHED = ".unfinished"
+_NAME = r"step_\d+"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW keeps of each parameter, beside the number of its steps
 # Ranks wait for the slowest one's disk here, not for a collective of the training step.
 _TIMEOUT = timedelta(hours=1)
@@ -51,7 +52,9 @@ _TIMEOUT = timedelta(hours=1)
 
 def list_checkpoints(out: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
-    folders = [path for path in (out / "checkpoints").glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+    folders = [
+        path for path in (out / "checkpoints").glob("step_*") if re.fullmatch(_NAME, path.name) and path.is_dir()
+    ]
     return sorted(folders, key=lambda path: int(path.name.removeprefix("step_")))
 
 
@@ -68,20 +71,19 @@ def find_checkpoint(run_or_checkpoint: str | Path) -> Path:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """What trainer.json holds."""
-    try:
-        return json.loads((checkpoint / "trainer.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(
-            f"{checkpoint / 'trainer.json'} is damaged: {error}. {_say_what_remains(checkpoint)}"
-        ) from error
+    """What trainer.json holds; verify_files comes first. Raises UserError if the folder has another step's name."""
+    state = json.loads((checkpoint / "trainer.json").read_text(encoding="utf-8"))
+    name = checkpoint.resolve().name
+    if re.fullmatch(_NAME, name) and name != f"step_{state['step']}":
+        raise UserError(f"{checkpoint} holds step {state['step']}: it was renamed. Give it its own name back.")
+    return state
 
 
 def remove_leftovers(out: Path) -> list[Path]:
     """Remove what killed processes left unfinished in a run's folder; returns what was removed."""
     leftovers = [*out.glob(f"hf{UNFINISHED}*"), *(out / "checkpoints").glob(f"*{UNFINISHED}")]
     for path in leftovers:
-        path.unlink() if path.is_symlink() else shutil.rmtree(path)
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     if complete := list_checkpoints(out):
         _point_latest(complete[-1])  # a kill may have come between the folder's rename and the link's
     return leftovers
@@ -118,7 +120,7 @@ def find_damaged(checkpoint: Path, part: int = 0, num_parts: int = 1) -> list[st
         sums = [(name, digest) for digest, name in (line.split("  ", 1) for line in lines)]
     except (OSError, ValueError):
         return [SUMS_FILE]
-    if {f"state/{path.name}" for path in (checkpoint / "state").iterdir()} - dict(sums).keys():
+    if {f"state/{path.name}" for path in (checkpoint / "state").glob("*")} - dict(sums).keys():
         return [SUMS_FILE]  # it has lost lines
     return [
         name
@@ -128,8 +130,9 @@ def find_damaged(checkpoint: Path, part: int = 0, num_parts: int = 1) -> list[st
 
 
 def _say_what_remains(checkpoint: Path) -> str:
+    checkpoint = checkpoint.resolve()
     others = list_checkpoints(checkpoint.parents[1])
-    older = [path for path in others[: others.index(checkpoint)] if checkpoint in others] if others else []
+    older = others[: others.index(checkpoint)] if checkpoint in others else []
     if not older:
         return f"There is no older checkpoint in {checkpoint.parent}."
     return f"The one before is {older[-1]}: to go on from it, move {checkpoint.name} away and start again."

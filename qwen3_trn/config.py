@@ -13,6 +13,7 @@ import math
 import re
 import sys
 import tomllib
+from collections.abc import Collection, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -54,6 +55,8 @@ _POSITIVE = (
     *("lr", "adam_eps", "max_grad_norm", "dist_timeout", "log_every", "max_minutes", "max_bad_steps", "keep"),
     *("dp_replicate", "tp", "ep", "moe_capacity", "plan_ranks"),
 )
+# What a run's config.toml holds as a number although it follows from another setting, unless it was given.
+_DERIVED = {"epochs": ("steps", "warmup_steps"), "steps": ("warmup_steps",), "lr": ("min_lr",)}
 _NOT_NEGATIVE = (
     *("seed", "min_lr", "warmup_steps", "weight_decay", "router_aux_loss_coef", "router_z_loss_coef", "save_every"),
 )
@@ -420,14 +423,16 @@ def parse_size(text: str) -> int:
     return size
 
 
-def toml_to_argv(path: str) -> list[str]:
-    """A TOML file's settings as command-line arguments, so that both go through the same checks."""
+def toml_to_argv(path: str, without: Collection[str] = ()) -> list[str]:
+    """A TOML file's settings, but those in `without`, as command-line arguments: both go through the same checks."""
     try:
         settings = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"--config {path} cannot be read as TOML: {error}") from error
     argv = []
     for key, value in settings.items():
+        if key in without:
+            continue
         flag = key.replace("_", "-")
         if isinstance(value, dict):
             raise UserError(f"--config {path}: [{key}] is a table; expected only lines of the form flag = value.")
@@ -453,13 +458,15 @@ def parse_args(argv: list[str]) -> TrainConfig:
         raise UserError(
             f"--init resume: {args.out} holds no run (no config.toml); relative paths start from {Path.cwd()}."
         )
-    return _parse([*toml_to_argv(str(settings)), *argv])
+    given = {argument.removeprefix("--").split("=")[0].replace("-", "_") for argument in argv}
+    derived = {name for base, names in _DERIVED.items() if base in given for name in names}
+    return _parse(argv, toml_to_argv(str(settings), without=derived))
 
 
-def _parse(argv: list[str]) -> TrainConfig:
+def _parse(argv: list[str], first: Sequence[str] = ()) -> TrainConfig:
     files = [value for flag, value in itertools.pairwise(argv) if flag == "--config"]
     files += [argument.removeprefix("--config=") for argument in argv if argument.startswith("--config=")]
-    argv = [argument for file in files for argument in toml_to_argv(file)] + argv
+    argv = [*first, *(argument for file in files for argument in toml_to_argv(file)), *argv]
 
     def parse(console_outputs: bool) -> TrainConfig:
         return tyro.cli(TrainConfig, prog="train.py", args=argv, console_outputs=console_outputs)

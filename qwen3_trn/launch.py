@@ -176,7 +176,7 @@ def run(main: Callable[[], None]) -> NoReturn:
         reporter.record_exception(error)
         code = 1
     except KeyboardInterrupt:
-        tell_once("interrupted", lambda: print("interrupted; nothing was saved", file=sys.stderr, flush=True))
+        tell_once("interrupted", lambda: print("interrupted", file=sys.stderr, flush=True))
         code = 128 + signal.SIGINT
     except BaseException as error:
         traceback.print_exc()

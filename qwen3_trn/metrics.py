@@ -57,14 +57,10 @@ class RunLog:
         if self.started is None:
             self._open(step)
             self.started = time.monotonic(), step
-        record = {"step": step} | {key: _strict(value) for key, value in values.items()}
-        self.file.write(json.dumps(record) + "\n")
-        for key, value in values.items():
-            if isinstance(value, list) and value:
-                for name, of_layers in (("min", min), ("mean", fmean), ("max", max)):
-                    self.tensorboard.add_scalar(f"{key}/{name}", of_layers(value), step)
-            elif isinstance(value, int | float):
-                self.tensorboard.add_scalar(key, value, step)
+        try:
+            self._write(step, values)
+        except OSError as error:  # a full disk, with which --on-save-error may want to go on
+            print(f"warning: the metrics of step {step} cannot be written to {self.out}: {error}", flush=True)
 
         columns = [text(values[key]) for key, text in COLUMNS.items() if values.get(key) not in (None, [])]
         started, first_step = self.started
@@ -74,6 +70,16 @@ class RunLog:
             columns.append(f"eta {datetime.timedelta(seconds=seconds_left)}")
         width = len(str(self.total_steps))
         print(f"step {step:{width}}/{self.total_steps}", *columns, sep="  ", flush=True)
+
+    def _write(self, step: int, values: dict[str, Any]) -> None:
+        record = {"step": step} | {key: _strict(value) for key, value in values.items()}
+        self.file.write(json.dumps(record) + "\n")
+        for key, value in values.items():
+            if isinstance(value, list) and value:
+                for name, of_layers in (("min", min), ("mean", fmean), ("max", max)):
+                    self.tensorboard.add_scalar(f"{key}/{name}", of_layers(value), step)
+            elif isinstance(value, int | float):
+                self.tensorboard.add_scalar(key, value, step)
 
     def close(self) -> None:
         """Draw loss.png and close the files. Does nothing when no step was logged."""

@@ -168,12 +168,14 @@ def resolve(args: TrainConfig, config: Qwen3Config, data: PackedText, step: int 
     )
 
 
-def choose_out(args: TrainConfig, model_folder: Path) -> Path:
+def choose_out(args: TrainConfig, model_folder: Path, resumed: Path | None) -> Path:
     """Make the run's folder, --out or a fresh runs/NAME-K, and make it ours; leftovers of a killed run are removed."""
     if args.out is not None:
         out = Path(args.out)
         out.mkdir(parents=True, exist_ok=True)
         _lock(out)
+        if checkpoint.list_checkpoints(out)[-1:] != ([resumed] if resumed else []):
+            raise UserError(f"another process has written to {out} while this one started. Start it again.")
         for path in checkpoint.remove_leftovers(out):
             print(f"removed    {path}, which a killed process left unfinished", flush=True)
         return out

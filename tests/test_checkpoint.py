@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -178,6 +179,30 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_offered(file, damage,
     with pytest.raises(UserError):
         export(copy / "checkpoints" / "step_6", tmp_path / "out", train.torch.bfloat16, 10**9)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_tensors_are_gone(copy, cache, monkeypatch):
+    """Also where the checkpoint is named from within its folder."""
+    shutil.rmtree(copy / "checkpoints" / "step_6" / "state")
+    with pytest.raises(UserError, match=r"step_6 is damaged: state/.*The one before is .*step_4: to go on"):
+        in_process(monkeypatch, copy, *SAVING, "--steps", 8, "--resume", "auto")
+    monkeypatch.chdir(copy / "checkpoints")
+    with pytest.raises(UserError, match=r"step_6 is damaged: state/.*The one before is .*step_4: to go on"):
+        checkpoint.verify_files(Path("step_6"))
+
+
+def test_a_checkpoint_keeps_its_name(copy, cache, monkeypatch):
+    """Else a run would go on from one step and export another."""
+    (copy / "checkpoints" / "step_6").rename(copy / "checkpoints" / "step_60")
+    with pytest.raises(UserError, match="step_60 holds step 6: it was renamed"):
+        in_process(monkeypatch, copy, *SAVING, "--steps", 8, "--resume", "auto")
+
+
+def test_what_else_is_in_the_folder(copy, cache, monkeypatch):
+    (copy / "checkpoints" / "step_7").write_text("a file")
+    (copy / "checkpoints" / "step_9.unfinished").write_text("another")
+    in_process(monkeypatch, copy, *SAVING, "--steps", 8, "--resume", "auto", "--keep", 1)
+    assert names(copy) == ["latest", "step_7", "step_8"]
 
 
 def test_the_offered_way_works(copy, straight, cache, tmp_path, monkeypatch):  # noqa: F811

@@ -253,3 +253,20 @@ def test_format_count(number, text):
 )
 def test_format_bytes(number, text):
     assert format_bytes(number) == text
+
+
+def test_a_full_disk_is_said_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
+    log = RunLog(tmp_path, 3)
+    log.log(1, {"loss": 1.0})
+
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(log.tensorboard, "add_scalar", full)
+        log.log(2, {"loss": 2.0})
+    log.log(3, {"loss": 3.0})
+    log.close()
+    printed = capsys.readouterr().out
+    assert f"warning: the metrics of step 2 cannot be written to {tmp_path}: [Errno 28] No space left" in printed
+    assert "step 2/3" in printed and "step 3/3" in printed

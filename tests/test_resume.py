@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 import train
 from qwen3_trn import checkpoint, launch
 from qwen3_trn.checkpoint import find_checkpoint, find_damaged, list_checkpoints
+from qwen3_trn.config import parse_args
 from qwen3_trn.errors import UserError
 from tests.common import REPO, TINY, in_process, records, run_python, succeeded
 
@@ -117,6 +118,40 @@ def test_a_signal_saves_and_init_resume_goes_on(number, cache, tmp_path, monkeyp
     assert_same_state(tmp_path / "run", tmp_path / "whole")
     settings = [(tmp_path / run / "config.toml").read_text() for run in ("run", "whole")]
     assert settings[0] == settings[1]
+
+
+def test_a_signal_during_the_last_save_ends_the_run_after_it(cache, tmp_path, monkeypatch, capfd):
+    """The sample and the export, which can take long, are left to the run that goes on."""
+    save = checkpoint.Saver.save
+
+    def signal_and_save(self, state, model, optimizer):
+        os.kill(os.getpid(), signal.SIGTERM)
+        save(self, state, model, optimizer)
+
+    flags = [flag for flag in RUN if flag != "--no-export"]
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.Saver, "save", signal_and_save)
+        in_process(patch, tmp_path / "run", *flags, "--steps", 2)
+    printed = capfd.readouterr().out
+    assert "stopped    after step 2 of 2. To go on from step_2: " in printed and "sample     " not in printed
+    assert not (tmp_path / "run" / "hf").exists()
+    in_process(monkeypatch, tmp_path / "run", "--init", "resume", "--export")
+    assert "sample     " in capfd.readouterr().out
+    assert (tmp_path / "run" / "hf" / "model.safetensors").exists()
+
+
+def test_what_is_given_to_init_resume_wins(cache, tmp_path, monkeypatch):
+    """Over the run's own config.toml, also what --config gives; and what followed from it before follows it now."""
+    out, mine = tmp_path / "run", tmp_path / "my.toml"
+    in_process(monkeypatch, out, *RUN, "--steps", 2, "--seed", 5)
+    mine.write_text("lr = 0.5\nweight_decay = 0.25\n")
+    resume = ["--init", "resume", "--out", str(out)]
+    args = parse_args([*resume, "--config", str(mine)])
+    assert (args.lr, args.weight_decay, args.seed, args.steps, args.seq_len) == (0.5, 0.25, 5, 2, 32)
+    args = parse_args([*resume, "--epochs", "3", "--lr=1e-5"])
+    assert (args.epochs, args.steps, args.lr, args.min_lr, args.warmup_steps) == (3, None, 1e-5, None, None)
+    args = parse_args([*resume, "--steps", "1"])
+    assert (args.steps, args.min_lr, args.warmup_steps, args.seed) == (1, 1e-4, None, 5)
 
 
 def test_epoch_boundaries_and_batches_that_straddle_them(cache, tmp_path, monkeypatch):

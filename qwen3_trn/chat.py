@@ -216,6 +216,13 @@ def _keys(record: dict) -> str:
 # --- chats to text and the spans of it that are supervised ---
 
 
+class _Edges(NamedTuple):
+    """What the template writes around the content of an assistant message."""
+
+    before: re.Pattern  # the end of that: the header and, in group 1, the empty think block that may follow it
+    after: re.Pattern  # the start of that: a special token
+
+
 class _Turn(NamedTuple):
     """Where an assistant message stands in the rendered text, in characters."""
 
@@ -250,17 +257,18 @@ def _mark_pair(tokenizer, pair: Pair, train_on: TrainOn) -> _Marked:
 
 
 def _mark_chat(tokenizer, chat: Chat, train_on: TrainOn, mask_empty_think: bool) -> _Marked:
+    edges = _turn_edges(tokenizer, template_of(tokenizer))
     text = _apply_template(tokenizer, chat.messages, chat.tools)
     indices = _assistant_indices(chat)[-1:] if train_on == "last" else _assistant_indices(chat)
-    turns = _find_turns(tokenizer, chat, text, indices)
+    turns = _find_turns(tokenizer, edges, chat, text, indices)
     if turns is None:  # there may be several ways to fit them in; for one turn at a time there is only one
         turns = []
         for index in indices:
-            found = _find_turns(tokenizer, chat, text, [index])
+            found = _find_turns(tokenizer, edges, chat, text, [index])
             if found is None:
                 raise BadRecord(
                     f"message {index + 1} cannot be told from the rest of what the chat template writes; expected a "
-                    "template that writes each assistant message once, and the others whatever it says."
+                    "template that writes each assistant message once, in text that does not depend on it."
                 )
             turns += found
 
@@ -278,24 +286,23 @@ def _mark_chat(tokenizer, chat: Chat, train_on: TrainOn, mask_empty_think: bool)
     return _Marked(text, supervised, masked, reasoning_dropped)
 
 
-def _find_turns(tokenizer, chat: Chat, text: str, indices: Sequence[int]) -> list[_Turn] | None:
+def _find_turns(tokenizer, edges: _Edges, chat: Chat, text: str, indices: Sequence[int]) -> list[_Turn] | None:
     """Where the messages at `indices` stand in `text`, the rendering of `chat`; None if that is not certain.
 
     With sentinels in their place, the template shows what it writes before, between and after them.
     """
-    header, closing_token = _turn_edges(tokenizer, template_of(tokenizer))
     mark = next(mark for mark in map(chr, range(0xE000, 0xF900)) if mark not in text)  # private use: no meaning
     messages = list(chat.messages)
     for index in indices:
-        kept = {key: messages[index][key] for key in messages[index].keys() - {"reasoning_content", "tool_calls"}}
-        messages[index] = kept | {"content": f"{mark}{index}{mark}"}
+        others = {k: v for k, v in messages[index].items() if k not in ("reasoning_content", "tool_calls")}
+        messages[index] = others | {"content": f"{mark}{index}{mark}"}
     pieces = re.split(f"{mark}([0-9]+){mark}", _apply_template(tokenizer, messages, chat.tools))
     if pieces[1::2] != list(map(str, indices)):
         return None
 
     fixed, empty_thinks = pieces[::2], []
     for k in range(len(indices)):
-        match = header.search(fixed[k])
+        match = edges.before.search(fixed[k])
         empty_thinks.append(match[1] if match else "")
         fixed[k] = fixed[k].removesuffix(empty_thinks[k])
     starts = _fit(fixed, text)
@@ -304,7 +311,7 @@ def _find_turns(tokenizer, chat: Chat, text: str, indices: Sequence[int]) -> lis
     turns = []
     for k, empty_think in enumerate(empty_thinks):
         start, end = starts[k] + len(fixed[k]), starts[k + 1]
-        closing = closing_token.match(fixed[k + 1])
+        closing = edges.after.match(fixed[k + 1])
         turns.append(_Turn(start, end, end + (len(closing[0]) if closing else 0), empty_think))
     return turns
 
@@ -335,18 +342,14 @@ def _fit(pieces: Sequence[str], text: str) -> list[int] | None:
 
 
 @functools.lru_cache(maxsize=4)
-def _turn_edges(tokenizer, template: str) -> tuple[re.Pattern, re.Pattern]:
-    """What the template writes before and after an assistant message: patterns for the end and start of these.
-
-    Before: the generation prompt, and in group 1 the empty think block that may follow it. A generation prompt that
-    opens a think block ends before that. After: a special token.
-    """
+def _turn_edges(tokenizer, template: str) -> _Edges:
+    """The header is the template's generation prompt, up to the think block that some of them open there."""
     question = [{"role": "user", "content": "?"}]
     without = _apply_template(tokenizer, question, None)
     prompted = _apply_template(tokenizer, question, None, add_generation_prompt=True)
     header = re.sub(r"<think>\s*\Z", "", prompted.removeprefix(without)) if prompted.startswith(without) else ""
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return (
+    return _Edges(
         re.compile(re.escape(header) + r"((?:<think>\s*</think>\s*)?)\Z"),
         re.compile("|".join(re.escape(token) for token in sorted(special, key=len, reverse=True))),
     )

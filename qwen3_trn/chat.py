@@ -348,10 +348,10 @@ def _turn_edges(tokenizer, template: str) -> _Edges:
     without = _apply_template(tokenizer, question, None)
     prompted = _apply_template(tokenizer, question, None, add_generation_prompt=True)
     header = re.sub(r"<think>\s*\Z", "", prompted.removeprefix(without)) if prompted.startswith(without) else ""
-    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    special = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
     return _Edges(
         re.compile(re.escape(header) + r"((?:<think>\s*</think>\s*)?)\Z"),
-        re.compile("|".join(re.escape(token) for token in sorted(special, key=len, reverse=True))),
+        re.compile("|".join(special)),
     )
 
 

@@ -9,17 +9,16 @@
     print(tokenizer.convert_ids_to_tokens(conversation.input_ids[conversation.supervised]))
     END
 
-The ids are those of the whole conversation, rendered once by the tokenizer's own chat template. Which part of the text
-an assistant turn is, is found by construction, never by looking for its content, and not from prefixes of the
-conversation: Qwen3's template drops the reasoning of earlier turns and inserts empty think blocks. The conversation is
-rendered again with sentinels in place of the turns. What stands around the sentinels must be in the text in the same
-order, and between lie the turns, whatever the template made of them. A conversation for which that does not hold is a
-BadRecord.
+The ids are those of the whole conversation, rendered once by the tokenizer's own chat template. The template may change
+what it is given (Qwen3's drops the reasoning of earlier turns and inserts empty think blocks), so the turns are found
+neither by their content nor from prefixes of the conversation. It is rendered a second time, with a sentinel in place
+of each assistant turn. The pieces between the sentinels must be in the first text too, in this order and in one way
+only. What lies between them there is what the template made of the turns.
 
-A turn begins after the header that asks for it (the template's generation prompt) and ends with the special token that
-closes it: `<|im_start|>assistant\\n` is not supervised, `<|im_end|>` is, the line break after it is not. A token is
-supervised if all its characters are. One that joins the header's line break to a line break of the content is not: it
-never follows the header when the model writes.
+A turn begins after the header that asks for it, which is the template's generation prompt, and ends with the special
+token that closes it: `<|im_start|>assistant\\n` is not supervised, `<|im_end|>` is, the line break after it is not. A
+token is supervised if all its characters are. One that joins the line break of the header and one of the content is
+not: when the model writes, the header is already there.
 """
 
 import functools
@@ -150,7 +149,11 @@ def _to_message(message: Any, where: str) -> dict[str, Any]:
         message["reasoning_content"] = _to_text(reasonings[0], f"the reasoning of {where}")
     tool_calls = message.pop("tool_calls", None)
     if tool_calls:
-        _check_tool_calls(tool_calls, where)
+        if not isinstance(tool_calls, list) or not all(map(_is_tool_call, tool_calls)):
+            raise BadRecord(
+                f"{where} has the tool calls {_short(tool_calls)}; expected a list of objects, each with a string "
+                "`name` and with `arguments`, an object or its JSON; these two may stand under `function`."
+            )
         message["tool_calls"] = tool_calls
     if message.get("content") is None and tool_calls:
         message["content"] = ""
@@ -169,7 +172,7 @@ def _to_text(value: Any, where: str) -> str:
 
 
 def _to_tools(tools: Any) -> list[dict[str, Any]] | None:
-    if isinstance(tools, str) and tools.strip():
+    if isinstance(tools, str) and tools:
         try:
             tools = json.loads(tools)
         except json.JSONDecodeError as error:
@@ -181,18 +184,13 @@ def _to_tools(tools: Any) -> list[dict[str, Any]] | None:
     return tools
 
 
-def _check_tool_calls(tool_calls: Any, where: str) -> None:
-    for call in tool_calls if isinstance(tool_calls, list) else [tool_calls]:
-        function = call.get("function") or call if isinstance(call, dict) else None
-        if (
-            not isinstance(function, dict)
-            or not isinstance(function.get("name"), str)
-            or not isinstance(function.get("arguments"), dict | str)
-        ):
-            raise BadRecord(
-                f"{where} has the tool call {_short(call)}; expected a list of objects, each with a string `name` and "
-                "`arguments`, an object or its JSON, or with these under `function`."
-            )
+def _is_tool_call(call: Any) -> bool:
+    function = call.get("function") or call if isinstance(call, dict) else None
+    return (
+        isinstance(function, dict)
+        and isinstance(function.get("name"), str)
+        and isinstance(function.get("arguments"), dict | str)
+    )
 
 
 def _assistant_indices(chat: Chat) -> list[int]:

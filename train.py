@@ -21,7 +21,7 @@ from torch import Tensor
 from export import export
 from qwen3_trn import checkpoint, hub, launch, plan
 from qwen3_trn.config import Qwen3Config, TrainConfig, parse_args, parse_size
-from qwen3_trn.data import PackedText, cache_folder, find_files, tokenize
+from qwen3_trn.data import PackedData, cache_folder, find_sources, tokenize
 from qwen3_trn.device import Device
 from qwen3_trn.errors import UserError
 from qwen3_trn.loss import IGNORE_INDEX
@@ -90,11 +90,15 @@ def split_batch(args: TrainConfig, data_ranks: int) -> tuple[int, int]:
     return micro_batch_size, num_micro_steps
 
 
-def open_data(args: TrainConfig, config: Qwen3Config, tokenizer: Path) -> PackedText:
+def open_data(args: TrainConfig, config: Qwen3Config, tokenizer: Path) -> PackedData:
     """Tokenise --data once a node, into a cache that later runs share, and open it as packed rows."""
-    files = find_files(args.data)
-    cache = launch.run_once("tokenize", lambda: str(tokenize(files, tokenizer, cache_folder())), per_node=True)
-    data = PackedText(Path(cache), args.seq_len, args.seed)
+    sources = find_sources(args.data)
+    caches = launch.run_once(
+        "tokenize",
+        lambda: [str(tokenize(source, tokenizer, cache_folder())) for source in sources],
+        per_node=True,
+    )
+    data = PackedData(list(map(Path, caches)), [source.weight for source in sources], args.seq_len, args.seed)
     if data.max_token_id >= config.vocab_size:
         raise UserError(
             f"token id {data.max_token_id}, in {data.max_token_file}, is beyond the model's vocabulary of "
@@ -103,7 +107,7 @@ def open_data(args: TrainConfig, config: Qwen3Config, tokenizer: Path) -> Packed
     return data
 
 
-def resolve(args: TrainConfig, config: Qwen3Config, data: PackedText, micro_batch_size: int) -> TrainConfig:
+def resolve(args: TrainConfig, config: Qwen3Config, data: PackedData, micro_batch_size: int) -> TrainConfig:
     """Fill in the settings whose default depends on something: what is printed, saved and used from here on."""
     steps = args.steps or 200
     if args.epochs is not None:
@@ -127,7 +131,7 @@ def resolve(args: TrainConfig, config: Qwen3Config, data: PackedText, micro_batc
 
 
 def micro_batches(
-    data: PackedText, position: int, num_rows: int, micro_batch_size: int, num_ranks: int, rank: int
+    data: PackedData, position: int, num_rows: int, micro_batch_size: int, num_ranks: int, rank: int
 ) -> list[dict[str, np.ndarray]]:
     """This rank's share of the `num_rows` rows from `position` on in the data's order, a dict of [B, T] a micro-step.
 
@@ -287,12 +291,14 @@ def check_loaded(loss: float, config: Qwen3Config) -> None:
         )
 
 
-def sample_text(model: Qwen3ForCausalLM, data: PackedText, tokenizer_folder: Path, device: Device) -> str:
+def sample_text(model: Qwen3ForCausalLM, data: PackedData, tokenizer_folder: Path, device: Device) -> str:
     """The data's first words and how the model goes on from them, greedily. Every rank must call it."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    prompt = torch.as_tensor(data.tokens[:16].astype(np.int64)).to(device.torch_device, device.index_dtype)
+    prompt = torch.as_tensor(data.sources[0].cache.tokens[:16].astype(np.int64)).to(
+        device.torch_device, device.index_dtype
+    )
     # 64 tokens in all: sequence parallelism cuts them over the tp ranks.
     ids = model.generate(prompt[None], max_new_tokens=64 - len(prompt))[0].tolist()
     return f"{tokenizer.decode(ids[:16])} [...] {tokenizer.decode(ids[16:])}"

@@ -21,7 +21,7 @@ from torch import Tensor
 from export import export
 from qwen3_trn import checkpoint, hub, launch, plan
 from qwen3_trn.config import Qwen3Config, TrainConfig, parse_args, parse_size
-from qwen3_trn.data import PackedData, cache_folder, find_sources, tokenize
+from qwen3_trn.data import PackedData, PackedSource, cache_folder, find_sources, open_cache, tokenize
 from qwen3_trn.device import Device
 from qwen3_trn.errors import UserError
 from qwen3_trn.loss import IGNORE_INDEX
@@ -98,7 +98,8 @@ def open_data(args: TrainConfig, config: Qwen3Config, tokenizer: Path) -> Packed
         lambda: [str(tokenize(source, tokenizer, cache_folder())) for source in sources],
         per_node=True,
     )
-    data = PackedData(list(map(Path, caches)), [source.weight for source in sources], args.seq_len, args.seed)
+    packed = [PackedSource(open_cache(Path(cache)), args.seq_len, args.seed) for cache in caches]
+    data = PackedData(packed, [source.weight for source in sources])
     if data.max_token_id >= config.vocab_size:
         raise UserError(
             f"token id {data.max_token_id}, in {data.max_token_file}, is beyond the model's vocabulary of "
@@ -352,8 +353,7 @@ def train(args: TrainConfig) -> Path:
         f"model      {model_folder}: {config.model_type}, {format_count(model.num_parameters())} parameters, "
         f"{format_count(model.num_active_parameters())} in the matmuls of a token",
         f"weights    {f'random, seed {args.seed}' if not pretrained else args.init}",
-        f"data       {format_count(data.num_tokens)} tokens in {data.num_documents} documents: "
-        f"{data.rows_per_epoch} rows of {args.seq_len} an epoch",
+        *(f"data       {line}" for line in data.describe()),
         f"step       {args.global_batch_size} rows = {args.global_batch_size * args.seq_len} tokens: {data_ranks} data "
         f"ranks x {num_micro_steps} micro-batches x {micro_batch_size} rows",
         f"length     {settings.steps} steps = {settings.steps * args.global_batch_size / data.rows_per_epoch:.2f} "

@@ -31,7 +31,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 from tqdm import tqdm
@@ -40,9 +40,19 @@ from qwen3_trn import chat
 from qwen3_trn.chat import BadRecord
 from qwen3_trn.errors import UserError
 from qwen3_trn.folders import publish
-from qwen3_trn.sources import END_OF_TEXT, Record, Source, count_bytes, hash_contents, name_place, read_records
+from qwen3_trn.sources import (
+    END_OF_TEXT,
+    Record,
+    Source,
+    count_bytes,
+    hash_contents,
+    hash_stream,
+    name_place,
+    read_records,
+)
 
-Kind = Literal["text", "chat"]
+Format = Literal["auto", "text", "chat"]
+BadRecords = Literal["error", "skip"]
 
 CACHE_FORMAT = 2  # raise it when the same files, tokenizer and settings come to give another cache
 TOKENIZER_FILES = (
@@ -51,6 +61,7 @@ TOKENIZER_FILES = (
 )
 BATCH_BYTES = {"text": 1 << 22, "chat": 1 << 18}
 BYTES_A_WORKER = 1 << 24  # a process takes seconds to start; for less it does not pay
+PART_BYTES = 1 << 28  # of a source that is tokenized while it is trained on
 NUM_EXAMPLES = 5  # bad records that are shown
 
 
@@ -58,6 +69,14 @@ def cache_folder() -> Path:
     """Where tokenized files are kept: $QWEN3_TRN_CACHE, or qwen3_trn in the user's cache folder."""
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("QWEN3_TRN_CACHE") or user_cache / "qwen3_trn")
+
+
+class Part(NamedTuple):
+    """Where a part of a source begins: after so many files, and after so many lines or rows, and bytes, of the next."""
+
+    files: int = 0
+    lines: int = 0
+    offset: int = 0
 
 
 class TokenCache(NamedTuple):
@@ -74,47 +93,78 @@ def open_cache(folder: Path) -> TokenCache:
     meta = json.loads((folder / "meta.json").read_text())
 
     def map_array(name: str, dtype: type) -> np.ndarray:
+        if not (folder / name).stat().st_size:  # the end of a source can be a part without documents
+            return np.empty(0, dtype)
         return np.asarray(np.memmap(folder / name, dtype, "r"))  # a plain array is faster to index than a memmap
 
     supervised = map_array("supervised.bin", np.bool_) if meta["kind"] == "chat" else None
     return TokenCache(map_array("tokens.bin", np.int32), map_array("offsets.bin", np.int64), supervised, meta)
 
 
+def identify(
+    source: Source, tokenizer_dir: Path, format: Format, train_on: chat.TrainOn, mask_empty_think: bool, stream: bool
+) -> dict[str, str]:
+    """The named facts that the tokens depend on: data and tokenizer as hashes, format text or chat, settings."""
+    kind = _find_kind(source, format, stream)
+    data = hash_stream(source.names) if stream else hash_contents(source.names)
+    fingerprint = {"data": data, "tokenizer": _hash_tokenizer(tokenizer_dir), "format": kind}
+    if kind == "chat":
+        fingerprint |= {"train_on": train_on, "mask_empty_think": str(mask_empty_think)}
+    if stream:
+        fingerprint["part_bytes"] = str(PART_BYTES)
+    return fingerprint
+
+
 def tokenize(
     source: Source,
     tokenizer_dir: Path,
     cache_dir: Path,
-    format: Literal["auto", "text", "chat"] = "auto",
+    format: Format = "auto",
     train_on: chat.TrainOn = "assistant",
     mask_empty_think: bool = True,
-    bad_records: Literal["error", "skip"] = "error",
+    bad_records: BadRecords = "error",
 ) -> Path:
     """The folder `cache_dir`/KEY with the tokens of `source`, made now unless there is an undamaged one.
 
-    It holds the arrays of `TokenCache`, and meta.json with their counts and checksums; it appears only when complete.
-    A process that finds another one at the same work waits for it. `format` auto goes by the first record. `train_on`
-    and `mask_empty_think` are those of `chat.render_batch`. A special token that is spelled out in a text becomes that
-    token. Raises UserError for a source or a tokenizer that cannot be read, and for the first bad record, unless these
-    are to be skipped; then meta.json says how many they were, and why.
+    `format` auto goes by the first record. `train_on` and `mask_empty_think` are those of `chat.render_batch`. A
+    special token that is spelled out in a text becomes that token. Raises UserError for a source or a tokenizer that
+    cannot be read, and for the first bad record, unless these are to be skipped; then meta.json says how many they
+    were, and why.
     """
-    kind = _find_kind(source, format)
-    fingerprint = {"data": hash_contents(source.names), "tokenizer": _hash_tokenizer(tokenizer_dir), "format": kind}
-    if kind == "chat":
-        fingerprint |= {"train_on": train_on, "mask_empty_think": str(mask_empty_think)}
-    key = hashlib.sha256(json.dumps([CACHE_FORMAT, fingerprint]).encode()).hexdigest()[:32]
+    fingerprint = identify(source, tokenizer_dir, format, train_on, mask_empty_think, stream=False)
+    return make_cache(source, fingerprint, tokenizer_dir, cache_dir, bad_records)
+
+
+def make_cache(
+    source: Source,
+    fingerprint: dict[str, str],
+    tokenizer_dir: Path,
+    cache_dir: Path,
+    bad_records: BadRecords,
+    part: Part | None = None,
+) -> Path:
+    """The folder with the tokens of `source`, or of a part of it, by the settings in what `identify` returned.
+
+    It holds the arrays of `TokenCache`, and meta.json with their counts and checksums; it appears only when complete.
+    A process that finds another one at the same work waits for it. `part`: PART_BYTES of the source, from there on;
+    meta.json says where the `next` part begins.
+    """
+    kind = fingerprint["format"]
+    key = hashlib.sha256(json.dumps([CACHE_FORMAT, fingerprint, part]).encode()).hexdigest()[:32]
     cache, partial = cache_dir / key, cache_dir / f"partial-{key}"
     cache_dir.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(cache_dir)
-    with _lock(cache_dir, key):
+    with _lock(cache_dir, key, tell=part is None):
         if not _is_intact(cache):
-            if kind == "text":
-                encode = functools.partial(_encode_texts, tokenizer_dir)
-            else:
+            encode: Callable[[Sequence[Record]], Encoded] = functools.partial(_encode_texts, tokenizer_dir)
+            if kind == "chat":
+                train_on = cast(chat.TrainOn, fingerprint["train_on"])
+                mask_empty_think = fingerprint["mask_empty_think"] == "True"
                 encode = functools.partial(_encode_chats, tokenizer_dir, train_on, mask_empty_think)
             load_tokenizer(tokenizer_dir)
             partial.mkdir()
             try:
-                meta = _write_arrays(source, kind, encode, partial, bad_records)
+                meta = _write_arrays(source, kind, encode, partial, bad_records, part)
                 files = {path.name: _checksum(path) for path in sorted(partial.iterdir())}
                 meta = {"kind": kind, "fingerprint": fingerprint, **meta, "files": files}
                 (partial / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
@@ -130,14 +180,23 @@ def tokenize(
 # --- the folder ---
 
 
+def remove_cache(cache: Path) -> None:
+    """Remove a folder that `tokenize` returned, at once for those who look for it."""
+    with _lock(cache.parent, cache.name, tell=False):
+        if cache.exists():
+            partial = cache.rename(cache.with_name(f"partial-{cache.name}"))
+            shutil.rmtree(partial)
+
+
 @contextlib.contextmanager
-def _lock(cache_dir: Path, key: str) -> Iterator[None]:
+def _lock(cache_dir: Path, key: str, tell: bool) -> Iterator[None]:
     """Wait until no other process works on `key`. The kernel lets go of the lock when its process dies, however."""
     with open(cache_dir / f"{key}.lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"waiting for another process that tokenizes the same data into {cache_dir}", file=sys.stderr)
+            if tell:
+                print(f"waiting for another process that tokenizes the same data into {cache_dir}", file=sys.stderr)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -148,7 +207,8 @@ def _remove_leftovers(cache_dir: Path) -> None:
         lock = cache_dir / f"{partial.name.removeprefix('partial-')}.lock"
         with open(lock, "w") as file, contextlib.suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(partial)
+            if partial.exists():  # or it was just finished
+                shutil.rmtree(partial)
 
 
 def _is_intact(cache: Path) -> bool:
@@ -218,13 +278,13 @@ class Encoded(NamedTuple):
     num_reasoning_dropped: int
 
 
-def _find_kind(source: Source, format: str) -> Kind:
+def _find_kind(source: Source, format: Format, stream: bool) -> str:
     """Whether a source holds texts or conversations, which are packed differently: what its first good record is."""
     if format != "auto":
         return "text" if format == "text" else "chat"
     reason = "it holds no records"
     for name in source.names:
-        for record in read_records(name):
+        for record in read_records(name, stream=stream):
             try:
                 return "text" if _recognise(record) == "text" else "chat"
             except BadRecord as error:
@@ -305,7 +365,12 @@ def _encode_chats(
 
 
 def _write_arrays(
-    source: Source, kind: Kind, encode: Callable[[Sequence[Record]], Encoded], folder: Path, bad_records: str
+    source: Source,
+    kind: str,
+    encode: Callable[[Sequence[Record]], Encoded],
+    folder: Path,
+    bad_records: str,
+    part: Part | None,
 ) -> dict[str, Any]:
     """Write tokens.bin, offsets.bin and, of conversations, supervised.bin; returns what meta.json says of them."""
     num_tokens, num_documents, num_bad, num_reasoning_dropped = 0, 0, 0, 0
@@ -313,16 +378,19 @@ def _write_arrays(
     reasons: collections.Counter[str] = collections.Counter()
     examples: list[str] = []
     blank = set(source.names)
-    num_bytes = sum(map(count_bytes, source.names))
+    num_bytes = PART_BYTES if part else sum(map(count_bytes, source.names))
+    next_part: Part | None = None
     num_workers = min(len(os.sched_getaffinity(0)), num_bytes // BYTES_A_WORKER) if kind == "chat" else 1
     with (
         open(folder / "tokens.bin", "wb") as tokens,
         open(folder / "offsets.bin", "wb") as offsets,
         open(folder / "supervised.bin", "wb") if kind == "chat" else contextlib.nullcontext() as supervised,
-        tqdm(total=num_bytes, unit="B", unit_scale=True, desc="Tokenizing", disable=None) as progress,
+        tqdm(total=num_bytes, unit="B", unit_scale=True, desc="Tokenizing", disable=True if part else None) as progress,
     ):
         np.zeros(1, np.int64).tofile(offsets)
-        for name, encoded in _encode_all(encode, _read_batches(source, BATCH_BYTES[kind], progress), num_workers):
+        batches = _read_batches(source, BATCH_BYTES[kind], progress, part)
+        for batch, encoded in _encode_all(encode, batches, num_workers):
+            name, next_part = batch.name, batch.next
             for number, reason in encoded.bad:
                 example = f"{name_place(name, number)}: {reason}"
                 if bad_records == "error":
@@ -343,9 +411,10 @@ def _write_arrays(
                     max_token_id, max_token_file = int(encoded.tokens.max()), name
     if num_bad and not num_documents:
         raise UserError(f"all {num_bad} records of {' '.join(source.names)} are bad; the first is {examples[0]}")
-    if blank and not num_bad:
+    if blank and not num_bad and not part:
         raise UserError(f"{min(blank)} holds nothing but white space; expected text or conversations.")
     return {
+        "next": next_part,
         "num_tokens": num_tokens,
         "num_documents": num_documents,
         "max_token_id": max_token_id,
@@ -361,39 +430,52 @@ def _explain_bad(example: str) -> str:
     return f"{example} (--bad-records skip leaves such records out, and counts them.)"
 
 
-def _read_batches(source: Source, num_bytes: int, progress: tqdm) -> Iterator[tuple[str, list[Record]]]:
-    """Each file's records, in batches of about `num_bytes`."""
-    for name in source.names:
-        batch, size = [], 0
-        for record in read_records(name, progress):
-            batch.append(record)
+class Batch(NamedTuple):
+    name: str  # of the file
+    records: list[Record]
+    next: Part | None  # where the rest of the source begins; None: there is none
+
+
+def _read_batches(source: Source, num_bytes: int, progress: tqdm, part: Part | None) -> Iterator[Batch]:
+    """The records of the source, or of a part, in batches of about `num_bytes`, each of one file."""
+    begin, size_of_part, is_end = part or Part(), 0, True
+    for files, name in enumerate(source.names[begin.files :], start=begin.files):
+        after = (begin.lines, begin.offset) if files == begin.files else (0, 0)
+        records: list[Record] = []
+        size, here = 0, Part(files, *after)
+        for record in read_records(name, progress, after, stream=part is not None):
+            if part and size_of_part >= PART_BYTES and is_end:
+                yield Batch(name, records, here)
+                return
+            records.append(record)
             size += record.size
+            size_of_part += record.size
+            here, is_end = Part(files, *record.read), record.is_end
             if size > num_bytes:
-                yield name, batch
-                batch, size = [], 0
-        if batch:
-            yield name, batch
+                yield Batch(name, records, here)
+                records, size = [], 0
+        yield Batch(name, records, Part(files + 1) if files + 1 < len(source.names) else None)
 
 
 def _encode_all(
-    encode: Callable[[Sequence[Record]], Encoded], batches: Iterator[tuple[str, list[Record]]], num_workers: int
-) -> Iterator[tuple[str, Encoded]]:
+    encode: Callable[[Sequence[Record]], Encoded], batches: Iterator[Batch], num_workers: int
+) -> Iterator[tuple[Batch, Encoded]]:
     """Encode the batches, in their order, in this process or on `num_workers` others."""
     if num_workers <= 1:
-        for name, batch in batches:
-            yield name, encode(batch)
+        for batch in batches:
+            yield batch, encode(batch.records)
         return
     context = multiprocessing.get_context("spawn")  # a copy of this process would share its locks and devices
     with ProcessPoolExecutor(num_workers, context, _start_worker) as workers:
         try:
             waiting: collections.deque = collections.deque()
-            for name, batch in batches:
-                waiting.append((name, workers.submit(encode, batch)))
+            for batch in batches:
+                waiting.append((batch, workers.submit(encode, batch.records)))
                 if len(waiting) > 2 * num_workers:
-                    name, future = waiting.popleft()
-                    yield name, future.result()
-            for name, future in waiting:
-                yield name, future.result()
+                    batch, future = waiting.popleft()
+                    yield batch, future.result()
+            for batch, future in waiting:
+                yield batch, future.result()
         finally:
             workers.shutdown(cancel_futures=True)
 

@@ -4,13 +4,14 @@
 
     python - <<END
     from pathlib import Path
-    from qwen3_trn.data import PackedData, find_sources, tokenize
-    caches = [tokenize(source, Path("assets/tiny"), Path("/tmp/qwen3_trn")) for source in find_sources(["sample"])]
-    print(PackedData(caches, [1.0], seq_len=64, seed=0).batch([0]))
+    from qwen3_trn.data import PackedData, PackedSource, find_sources, open_cache, tokenize
+    (source,) = find_sources(["sample"])
+    cache = open_cache(tokenize(source, Path("assets/tiny"), Path("/tmp/qwen3_trn")))
+    print(PackedData([PackedSource(cache, seq_len=64, seed=0)], [1.0]).batch([0]))
     END
 
 The way from --data to here: sources.py reads records, chat.py renders conversations, cache.py keeps their tokens in
-memory-mapped arrays, packing.py says which pieces of them each row holds.
+memory-mapped arrays, packing.py says which pieces of them each row holds; stream.py does so part by part.
 
 The order is a function of data, tokenizer, seed and settings alone. It has no state but the position: any rank can ask
 for any row, and a run that resumes asks for the rows that come next. A row is copied out of the memory map in
@@ -19,8 +20,7 @@ microseconds, so there is nothing to prefetch and there are no worker processes.
 
 import functools
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from qwen3_trn.errors import UserError
 from qwen3_trn.packing import Plan, Rows, build_row, plan_best_fit, plan_concatenated, plan_one_each
 from qwen3_trn.sources import find_sources
 
-__all__ = ["PackedData", "Rows", "cache_folder", "find_sources", "tokenize"]
+__all__ = ["PackedData", "PackedSource", "Rows", "cache_folder", "find_sources", "open_cache", "tokenize"]
 
 Long = Literal["drop", "truncate", "error"]
 SCHEDULE_ROWS = 10_000  # the mix of several sources repeats after so many rows
@@ -39,16 +39,31 @@ class PackedSource:
     """The rows of one cache: epoch after epoch, each with every row once.
 
     The rows of texts are cut anew in each epoch, from another order of the documents. Conversations are packed once,
-    and an epoch is another order of the same rows. Without `shuffle` there is one epoch, in the cache's order; the rows
-    after it are all padding.
+    and an epoch is another order of the same rows. Without `shuffle`, for evaluation, there is one epoch, in the
+    cache's order; the rows after it are all padding, so that ranks can share any number of rows evenly.
+
+    pack: several documents a row, else one. long: what happens to conversations of more than `seq_len` tokens: drop,
+    truncate, or error. Raises UserError if conversations are too long, or all are.
     """
 
-    def __init__(self, cache: TokenCache, seq_len: int, seed: int, pack: bool, long: Long, shuffle: bool):
+    def __init__(
+        self,
+        cache: TokenCache,
+        seq_len: int,
+        seed: int,
+        pack: bool = True,
+        long: Long = "drop",
+        shuffle: bool = True,
+    ):
         self.cache, self.seq_len, self.seed, self.shuffle = cache, seq_len, seed, shuffle
         self.is_chat = cache.supervised is not None
-        documents = _choose_documents(cache, seq_len, long) if self.is_chat else np.arange(len(cache.offsets) - 1)
-        self.num_dropped = len(cache.offsets) - 1 - len(documents)
-        self._documents = documents
+        self.max_token_id: int = cache.meta["max_token_id"]
+        self.max_token_file: str = cache.meta["max_token_file"]
+        self.fingerprint: dict[str, str] = cache.meta["fingerprint"] | {"pack": str(pack), "long": long}
+        self.num_documents = len(cache.offsets) - 1
+        documents = _choose_documents(cache, seq_len, long) if self.is_chat else np.arange(self.num_documents)
+        self.num_dropped = self.num_documents - len(documents)
+        self.num_truncated = int((np.diff(cache.offsets)[documents] > seq_len).sum()) if self.is_chat else 0
         self._fixed_plan: Plan | None = None
         if not pack:
             self._fixed_plan = plan_one_each(cache.offsets, documents, seq_len, cut=not self.is_chat)
@@ -57,8 +72,7 @@ class PackedSource:
         self._plan_epoch = functools.lru_cache(maxsize=2)(self._make_plan)
         first = self._plan_epoch(0)[0]
         self.rows_per_epoch = len(first.rows) - 1
-        self.fill_rate = first.lengths.sum() / (self.rows_per_epoch * seq_len)
-        self.num_truncated = int((np.diff(cache.offsets)[documents] > seq_len).sum()) if self.is_chat else 0
+        self.fill_rate = first.lengths.sum() / max(1, self.rows_per_epoch * seq_len)
 
     def row(self, position: int) -> Rows:
         """The row at position 0, 1, 2, ..., int32 [T]. Position p is in epoch p // rows_per_epoch."""
@@ -70,10 +84,32 @@ class PackedSource:
 
     def _make_plan(self, epoch: int) -> tuple[Plan, np.ndarray]:
         """The epoch's plan, and the order in which its rows are visited."""
-        plan = self._fixed_plan or plan_concatenated(
-            self.cache.offsets, self._permute(len(self._documents), epoch, 0), self.seq_len
-        )
+        order = self._permute(self.num_documents, epoch, 0)
+        plan = self._fixed_plan or plan_concatenated(self.cache.offsets, order, self.seq_len)
         return plan, self._permute(len(plan.rows) - 1, epoch, 1)
+
+    def describe(self) -> list[str]:
+        """Lines for the console: what the source is, and what was left out of it."""
+        meta, documents = self.cache.meta, "conversations" if self.is_chat else "documents"
+        lines = [
+            f"{meta['num_tokens']:,} tokens in {self.num_documents:,} {documents}: {self.rows_per_epoch:,} rows of "
+            f"{self.seq_len} an epoch, {self.fill_rate:.1%} full"
+        ]
+        if meta["num_bad"]:
+            lines.append(f"warning: {meta['num_bad']:,} bad records are left out, as {meta['bad_examples'][0]}")
+        if self.num_truncated:
+            lines.append(f"warning: {self.num_truncated:,} conversations are cut to {self.seq_len} tokens")
+        if self.num_dropped:
+            why = ", and have nothing to learn from in the first" if self.num_truncated else ""
+            lines.append(
+                f"warning: {self.num_dropped:,} conversations exceed {self.seq_len} tokens{why}; they are left out"
+            )
+        if meta["num_reasoning_dropped"]:
+            lines.append(
+                f"warning: the chat template dropped the reasoning of supervised turns in "
+                f"{meta['num_reasoning_dropped']:,} conversations; --train-on last trains on turns that keep it"
+            )
+        return lines
 
     def _permute(self, size: int, *seeds: int) -> np.ndarray:
         return _permutation(size, self.seed, *seeds) if self.shuffle else np.arange(size)
@@ -82,39 +118,22 @@ class PackedSource:
 class PackedData:
     """The rows of one source, or of several in a fixed mix. Every row comes from one source.
 
-    caches: folders that `tokenize` returned. weights: the share of the rows that each gives. pack: several documents a
-    row, else one. long: what happens to conversations of more than `seq_len` tokens: drop, truncate, or error. shuffle:
-    False for evaluation, see `PackedSource`. Raises UserError if conversations are too long, or all are.
+    sources: each a `PackedSource` or a `stream.StreamedSource`. weights: the share of the rows that each gives.
     """
 
-    def __init__(
-        self,
-        caches: Sequence[Path],
-        weights: Sequence[float],
-        seq_len: int,
-        seed: int,
-        pack: bool = True,
-        long: Long = "drop",
-        shuffle: bool = True,
-    ):
-        if len(caches) > 1 and not shuffle:
-            raise UserError("evaluation data is read once, from its first row to its last: name it without weights.")
-        self.sources = [PackedSource(open_cache(cache), seq_len, seed, pack, long, shuffle) for cache in caches]
-        metas = [source.cache.meta for source in self.sources]
-        self.seq_len = seq_len
-        self.rows_per_epoch = sum(source.rows_per_epoch for source in self.sources)
-        self.num_tokens: int = sum(meta["num_tokens"] for meta in metas)
-        self.num_documents: int = sum(meta["num_documents"] for meta in metas)
-        largest = max(metas, key=lambda meta: meta["max_token_id"])
-        self.max_token_id: int = largest["max_token_id"]
-        self.max_token_file: str = largest["max_token_file"]  # the file that holds max_token_id
+    def __init__(self, sources: Sequence[Any], weights: Sequence[float]):
+        self.sources = sources
+        sizes = [source.rows_per_epoch for source in sources]
+        self.rows_per_epoch: int | None = None if None in sizes else sum(sizes)  # None: a stream is among them
+        largest = max(sources, key=lambda source: source.max_token_id)
+        self.max_token_id: int = largest.max_token_id
+        self.max_token_file: str = largest.max_token_file  # the file that holds max_token_id
         # Named facts that the order of rows depends on, beside seq_len and seed. A run that resumes compares them.
-        names = {name: None for meta in metas for name in meta["fingerprint"]}
+        names = {name: None for source in sources for name in source.fingerprint}
         self.fingerprint: dict[str, str] = {
-            name: ", ".join(meta["fingerprint"].get(name, "-") for meta in metas) for name in names
+            name: ", ".join(source.fingerprint.get(name, "-") for source in sources) for name in names
         }
-        shares = ", ".join(f"{weight / sum(weights):g}" for weight in weights)
-        self.fingerprint |= {"weights": shares, "pack": str(pack), "long": long}
+        self.fingerprint["weights"] = ", ".join(f"{weight / sum(weights):g}" for weight in weights)
 
         self._schedule = make_schedule(weights)
         self._counts = np.bincount(self._schedule)
@@ -134,29 +153,7 @@ class PackedData:
 
     def describe(self) -> list[str]:
         """Lines for the console: what the data is, and what was left out of it."""
-        lines = []
-        for source in self.sources:
-            meta = source.cache.meta
-            lines.append(
-                f"{meta['num_tokens']:,} tokens in {meta['num_documents']:,} "
-                f"{'conversations' if source.is_chat else 'documents'}: {source.rows_per_epoch:,} rows of "
-                f"{source.seq_len} an epoch, {source.fill_rate:.1%} full"
-            )
-            if meta["num_bad"]:
-                lines.append(f"warning: {meta['num_bad']:,} bad records are left out, as {meta['bad_examples'][0]}")
-            if source.num_truncated:
-                lines.append(f"warning: {source.num_truncated:,} conversations are cut to {source.seq_len} tokens")
-            if source.num_dropped:
-                why = f"exceed {source.seq_len} tokens"
-                if source.num_truncated:
-                    why += ", and have nothing to learn from in the first"
-                lines.append(f"warning: {source.num_dropped:,} conversations {why}; they are left out")
-            if meta["num_reasoning_dropped"]:
-                lines.append(
-                    f"warning: the chat template dropped the reasoning of supervised turns in "
-                    f"{meta['num_reasoning_dropped']:,} conversations; --train-on last trains on turns that keep it"
-                )
-        return lines
+        return [line for source in self.sources for line in source.describe()]
 
 
 def make_schedule(weights: Sequence[float]) -> np.ndarray:
@@ -183,7 +180,7 @@ def _choose_documents(cache: TokenCache, seq_len: int, long: Long) -> np.ndarray
         begins = cache.offsets[too_long]
         dropped = too_long[[not cache.supervised[b + 1 : b + 1 + seq_len].any() for b in begins]]
     documents = np.setdiff1d(np.arange(len(lengths)), dropped)
-    if not len(documents):
+    if len(lengths) and not len(documents):
         advice = "say --long truncate" if long == "drop" else "their first tokens have nothing to learn from"
         raise UserError(
             f"all {len(lengths)} conversations are longer than --seq-len {seq_len}; the shortest has {lengths.min()} "

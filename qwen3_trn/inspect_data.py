@@ -8,15 +8,14 @@ The tokens that are trained on are green on a terminal, and between «and» else
 import itertools
 import sys
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import tyro
 
 from qwen3_trn import hub, launch
-from qwen3_trn.cache import TokenCache, cache_folder, load_tokenizer, tokenize
+from qwen3_trn.cache import BadRecords, Format, TokenCache, cache_folder, load_tokenizer, open_cache, tokenize
 from qwen3_trn.chat import TrainOn
-from qwen3_trn.data import Long, PackedData
+from qwen3_trn.data import Long, PackedSource
 from qwen3_trn.sources import find_sources
 
 SHOWN_TOKENS = 400  # of each document
@@ -27,12 +26,12 @@ def inspect_data(
     /,
     model: str,
     seq_len: int = 512,
-    format: Literal["auto", "text", "chat"] = "auto",
+    format: Format = "auto",
     train_on: TrainOn = "assistant",
     mask_empty_think: bool = True,
     pack: bool = True,
     long: Long = "drop",
-    bad_records: Literal["error", "skip"] = "skip",
+    bad_records: BadRecords = "skip",
     show: int = 3,
 ) -> None:
     """Show what the trainer makes of data.
@@ -48,11 +47,11 @@ def inspect_data(
         tokenize(source, tokenizer_dir, cache_folder(), format, train_on, mask_empty_think, bad_records)
         for source in sources
     ]
-    packed = PackedData(caches, [source.weight for source in sources], seq_len, seed=0, pack=pack, long=long)
-    print(*packed.describe(), sep="\n")
-    for source, part in zip(sources, packed.sources, strict=True):
+    for source, cache in zip(sources, caches, strict=True):
+        part = PackedSource(open_cache(cache), seq_len, seed=0, pack=pack, long=long)
         meta = part.cache.meta
-        print(f"\n{' '.join(source.names)}\n\ntokens      {'conversations' if part.is_chat else 'documents'}")
+        print(f"\n{' '.join(source.names)}", *part.describe(), sep="\n")
+        print(f"\ntokens      {'conversations' if part.is_chat else 'documents'}")
         print(*_draw_histogram(np.diff(part.cache.offsets)), sep="\n")
         if part.cache.supervised is not None:
             print(f"\n{part.cache.supervised.mean():.1%} of the tokens are supervised")

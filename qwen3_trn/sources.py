@@ -9,10 +9,13 @@
 A record is an object: a line of .jsonl, a row of .parquet or of a dataset, or a document of .txt as {"text": ...}.
 """
 
+import bisect
+import collections
 import functools
 import glob
 import hashlib
 import io
+import itertools
 import json
 import os
 import re
@@ -44,6 +47,7 @@ class Record(NamedTuple):
     number: int  # a line's, from 1, or a row's, from 0
     content: Any  # an object such as {"text": ...}, or the BadRecord that says why there is none
     size: int  # about how many bytes
+    read: tuple[int, int]  # lines or rows, and bytes, of the file that are read when this record is
     is_end: bool = True  # False: the document goes on in the next record
 
 
@@ -110,8 +114,11 @@ def name_place(name: str, number: int) -> str:
 
 
 @functools.cache
-def _load_hub(name: str):
-    """The `datasets.Dataset` that hf:NAME[:SPLIT] names; NAME is USER/NAME, USER/NAME/CONFIG, or a local folder."""
+def _load_hub(name: str, stream: bool = False):
+    """The dataset that hf:NAME[:SPLIT] names; NAME is USER/NAME, USER/NAME/CONFIG, or a local folder.
+
+    A `datasets.Dataset`; with `stream` the builder, and a `datasets.IterableDataset` that downloads while it is read.
+    """
     import datasets  # here, because it takes a second
 
     path, _, split = name.removeprefix(HUB).partition(":")
@@ -119,6 +126,9 @@ def _load_hub(name: str):
     if not Path(path).is_dir():
         path, config = "/".join(path.split("/")[:2]), "/".join(path.split("/")[2:]) or None
     try:
+        if stream:
+            builder = datasets.load_dataset_builder(path, config)
+            return builder, builder.as_streaming_dataset(split or "train")
         return datasets.load_dataset(path, config, split=split or "train")
     except Exception as error:  # datasets, its readers and the network raise a dozen kinds
         raise UserError(
@@ -148,27 +158,46 @@ def hash_contents(names: Sequence[str]) -> str:
     return key.hexdigest()
 
 
+def hash_stream(names: Sequence[str]) -> str:
+    """A hash for what is too large to be read first: the sizes, first and last bytes of files; a dataset's version."""
+    key = hashlib.sha256()
+    for name in names:
+        if name.startswith(HUB):
+            builder, _ = _load_hub(name, stream=True)
+            key.update(f"{name} {builder.config_id} {builder.hash}\n".encode())
+        else:
+            size = os.stat(name).st_size
+            with open(name, "rb") as file:
+                ends = file.read(1 << 20), file.seek(max(0, size - (1 << 20))), file.read()
+            key.update(f"{size} {hashlib.sha256(repr(ends).encode()).hexdigest()}\n".encode())
+    return key.hexdigest()
+
+
 # --- records ---
 
 
-def read_records(name: str, progress: tqdm | None = None) -> Iterator[Record]:
+def read_records(
+    name: str, progress: tqdm | None = None, after: tuple[int, int] = (0, 0), stream: bool = False
+) -> Iterator[Record]:
     """The records of a file or dataset, in order. A .jsonl line that holds none gives a BadRecord as content.
 
-    `progress` is moved on by the bytes that are read. Raises UserError for a file that cannot be read on.
+    `progress` is moved on by the bytes that are read. `after`, the `read` of a record, goes on after it: at once in a
+    plain file or .parquet, else by reading up to it. `stream` reads a dataset without downloading it first.
+    Raises UserError for a file that cannot be read on.
     """
     progress = progress if progress is not None else tqdm(disable=True)
     if name.startswith(HUB):
-        yield from _read_hub(name, progress)
+        yield from _read_hub(name, progress, after, stream)
     elif name.lower().endswith(".parquet"):
-        yield from _read_parquet(name, progress)
+        yield from _read_parquet(name, progress, after)
     elif name.lower().endswith(".txt"):
-        yield from _read_txt(name, progress)
+        yield from _read_txt(name, progress, after)
     else:
-        yield from _read_jsonl(name, progress)
+        yield from _read_jsonl(name, progress, after)
 
 
-def _read_lines(name: str, progress: tqdm) -> Iterator[tuple[int, bytes]]:
-    """Each line's number, from 1, and its bytes with the line break, without a byte order mark."""
+def _read_lines(name: str, progress: tqdm, after: tuple[int, int]) -> Iterator[tuple[int, bytes, int]]:
+    """Each line's number, from 1; its bytes with the line break, without a byte order mark; the file's bytes so far."""
     import pyarrow
 
     compression = {".gz": "gzip", ".zst": "zstd"}.get(Path(name).suffix.lower())
@@ -176,17 +205,22 @@ def _read_lines(name: str, progress: tqdm) -> Iterator[tuple[int, bytes]]:
         raise UserError(f"{name} is empty; expected text or conversations.")
     with open(name, "rb") as file:
         lines = io.BufferedReader(pyarrow.input_stream(file, compression=compression)) if compression else file
-        done = 0
+        num_skipped, done = after
         try:
-            for number, line in enumerate(lines, start=1):
-                yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            if compression:
+                collections.deque(itertools.islice(lines, num_skipped), maxlen=0)
+                done = file.tell()
+            else:
+                file.seek(done)
+            for number, line in enumerate(lines, start=num_skipped + 1):
                 progress.update(file.tell() - done)
                 done = file.tell()
+                yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, done
         except OSError as error:
             raise UserError(f"{name} cannot be read to its end: {error}. Compress or copy it again.") from error
 
 
-def _read_txt(name: str, progress: tqdm) -> Iterator[Record]:
+def _read_txt(name: str, progress: tqdm, after: tuple[int, int]) -> Iterator[Record]:
     """One document, or several, each ended by a line that holds only <|endoftext|>.
 
     Blank lines before a document, and line breaks after it, do not belong to it. A long document comes in pieces, cut
@@ -198,15 +232,14 @@ def _read_txt(name: str, progress: tqdm) -> Iterator[Record]:
 
     def join(is_end: bool) -> Record:
         text = "".join(lines)
-        return Record(number, {"text": text.rstrip("\r\n") if is_end else text}, num_chars, is_end)
+        return Record(number, {"text": text.rstrip("\r\n") if is_end else text}, num_chars, (number, offset), is_end)
 
-    for number, raw in _read_lines(name, progress):
+    for number, raw, offset in _read_lines(name, progress, after):  # noqa: B007 - join uses offset
         try:
             line = raw.decode()
         except UnicodeDecodeError as error:
-            found = f"byte 0x{raw[error.start]:02x} at offset {offset + error.start}"
+            found = f"byte {error.start + 1} of the line is 0x{raw[error.start]:02x}"
             raise UserError(f"{name}:{number}: not UTF-8: {found}. Convert the file to UTF-8.") from error
-        offset += len(raw)
         if line.strip() == END_OF_TEXT:
             yield join(is_end=True)
             lines, num_chars = [], 0
@@ -220,23 +253,23 @@ def _read_txt(name: str, progress: tqdm) -> Iterator[Record]:
     yield join(is_end=True)
 
 
-def _read_jsonl(name: str, progress: tqdm) -> Iterator[Record]:
+def _read_jsonl(name: str, progress: tqdm, after: tuple[int, int]) -> Iterator[Record]:
     """The JSON value on each line. Blank lines are skipped."""
-    for number, line in _read_lines(name, progress):
+    for number, line, offset in _read_lines(name, progress, after):
         if not line.strip():
             continue
         try:
             content = json.loads(line.decode().rstrip())
         except UnicodeDecodeError as error:
-            content = BadRecord(f"not UTF-8: byte 0x{line[error.start]:02x} in column {error.start + 1}.")
+            content = BadRecord(f"not UTF-8: byte {error.start + 1} of the line is 0x{line[error.start]:02x}.")
         except json.JSONDecodeError as error:
             content = BadRecord(f"not JSON: {error.msg} (column {error.colno}); expected one object a line.")
         except RecursionError:
             content = BadRecord("not readable JSON: it is nested too deeply.")
-        yield Record(number, content, len(line))
+        yield Record(number, content, len(line), (number, offset))
 
 
-def _read_parquet(name: str, progress: tqdm) -> Iterator[Record]:
+def _read_parquet(name: str, progress: tqdm, after: tuple[int, int]) -> Iterator[Record]:
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
@@ -244,10 +277,14 @@ def _read_parquet(name: str, progress: tqdm) -> Iterator[Record]:
     try:
         with ParquetFile(name) as file:
             bytes_a_row = os.stat(name).st_size / max(1, file.metadata.num_rows)
-            for batch in file.iter_batches(ROWS_AT_ONCE):
+            group_sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+            num_groups = bisect.bisect_right(list(itertools.accumulate(group_sizes)), after[0])  # that are skipped
+            first = sum(group_sizes[:num_groups])
+            for batch in file.iter_batches(ROWS_AT_ONCE, list(range(num_groups, file.num_row_groups))):
                 size = batch.nbytes // max(1, batch.num_rows)
                 for number, row in enumerate(batch.to_pylist(), start=first):
-                    yield Record(number, row, size)
+                    if number >= after[0]:
+                        yield Record(number, row, size, (number + 1, 0))
                 first += batch.num_rows
                 progress.update(round(bytes_a_row * batch.num_rows))
     except UnicodeDecodeError as error:
@@ -256,9 +293,16 @@ def _read_parquet(name: str, progress: tqdm) -> Iterator[Record]:
         raise UserError(f"{name} cannot be read as parquet: {error}. Copy it again.") from error
 
 
-def _read_hub(name: str, progress: tqdm) -> Iterator[Record]:
+def _read_hub(name: str, progress: tqdm, after: tuple[int, int], stream: bool) -> Iterator[Record]:
+    if stream:
+        _, dataset = _load_hub(name, stream=True)
+        for number, row in enumerate(dataset.skip(after[0]), start=after[0]):
+            size = len(str(row))
+            progress.update(size)
+            yield Record(number, row, size, (number + 1, 0))
+        return
     dataset = _load_hub(name)
     size = dataset.data.nbytes // max(1, dataset.num_rows)
     for number, row in enumerate(dataset):
-        yield Record(number, row, size)
         progress.update(size)
+        yield Record(number, row, size, (number + 1, 0))

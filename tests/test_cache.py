@@ -300,6 +300,14 @@ def test_leftovers_of_killed_runs_go_and_those_of_live_ones_stay(tmp_path):
         assert sorted(caches_in(folder)) == sorted([made, folder / "partial-live"])
 
 
+def test_a_folder_that_is_finished_while_leftovers_are_looked_for(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("x")
+    gone = tmp_path / "cache" / "partial-finished"
+    monkeypatch.setattr(Path, "glob", lambda *_: [gone])
+    made = tokenize(tmp_path / "a.txt")
+    assert caches_in(tmp_path / "cache") == [made]
+
+
 def test_a_killed_run_is_finished_by_the_next(tmp_path):
     """A run that is killed while it tokenizes leaves an unfinished folder, which the next one replaces."""
     (tmp_path / "a.txt").write_text("One day\n" * 1000)
@@ -351,7 +359,7 @@ def test_two_runs_share_the_work(tmp_path, capfd, monkeypatch):
         ("a.txt", b" \n\t\n<|endoftext|>\n", "a.txt holds nothing but white space; expected text or conversations."),
         ("a.jsonl", b'\n{"text": " "}\n', "a.jsonl holds nothing but white space"),
         ("a.jsonl", b"\n\n", "a.jsonl can be used; it holds no records"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', "a.jsonl:2: not UTF-8: byte 0xe9 in column 11."),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', "a.jsonl:2: not UTF-8: byte 11 of the line is 0xe9."),
         ("a.jsonl", b'{"text": "a"}\n\n{"text": \n', "a.jsonl:3: not JSON: Expecting value (column 9); expected one"),
         ("a.jsonl", b'{"text": "a"}\n{"content": "b"}\n', "a.jsonl:2: expected an object with a string `text`, as"),
         ("a.jsonl", b'{"text": "a"}\n{"text": null}\n', 'a.jsonl:2: expected an object with a string `text`'),

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen3_trn import data, inspect_data
+from qwen3_trn.cache import open_cache
 from qwen3_trn.data import PackedData, PackedSource, Rows, make_schedule
 from qwen3_trn.errors import UserError
 from qwen3_trn.loss import IGNORE_INDEX
@@ -213,7 +214,7 @@ def test_sources_mix_by_weight_and_repeat_in_their_own_epochs(tmp_path):
     texts, chats = make_cache(number_tokens([40])), make_chats([8] * 7)
     chats = chats._replace(tokens=chats.tokens + 1000)
     folders = [write_cache(tmp_path / "a", texts), write_cache(tmp_path / "b", chats)]
-    packed = PackedData(folders, [1, 3], seq_len=8, seed=2)
+    packed = PackedData([open_source(open_cache(folder), 8, seed=2) for folder in folders], [1, 3])
     assert packed.rows_per_epoch == 5 + 7
     num_rows = 25_000  # beyond the schedule's period
     rows = packed.batch(range(num_rows)).input_ids
@@ -227,36 +228,29 @@ def test_sources_mix_by_weight_and_repeat_in_their_own_epochs(tmp_path):
     assert np.array_equal(packed.batch(order.tolist()).input_ids, rows[order])
 
 
-def test_packed_data_of_one_source_is_that_source(tmp_path):
+def test_packed_data_of_one_source_is_that_source():
     cache = make_cache(number_tokens([7, 1, 20, 3, 3, 11]))
-    packed, source = PackedData([write_cache(tmp_path, cache)], [0.3], 8, seed=1), open_source(cache, 8, seed=1)
+    packed, source = PackedData([open_source(cache, 8, seed=1)], [0.3]), open_source(cache, 8, seed=1)
     batch = packed.batch(range(3, 20))
     assert all(array.dtype == np.int32 and array.shape == (17, 8) for array in batch)
     assert all(np.array_equal(a, b) for a, b in zip(batch, read_rows(source, range(3, 20)), strict=True))
-    assert (packed.rows_per_epoch, packed.num_tokens, packed.num_documents) == (source.rows_per_epoch, 45, 6)
+    assert packed.rows_per_epoch == source.rows_per_epoch == 6
     assert (packed.max_token_id, packed.max_token_file) == (45, "test.txt")
 
 
-def test_evaluation_of_several_sources_is_refused(tmp_path):
-    folder = write_cache(tmp_path, make_cache([[1, 2]]))
-    with pytest.raises(UserError, match="name it without weights"):
-        PackedData([folder, folder], [1, 1], 8, 0, shuffle=False)
-
-
-def test_the_fingerprint_names_what_the_order_depends_on(tmp_path):
+def test_the_fingerprint_names_what_the_order_depends_on():
     a = make_cache([[1, 2]])
     b = a._replace(meta=a.meta | {"fingerprint": {"data": "other", "tokenizer": "test", "train_on": "last"}})
-    folders = [write_cache(tmp_path / "a", a), write_cache(tmp_path / "b", b)]
-    assert PackedData(folders[:1], [0.5], 8, 0).fingerprint == {
-        "data": "test", "tokenizer": "test", "weights": "1", "pack": "True", "long": "drop",
-    }  # fmt: skip
-    assert PackedData(folders, [0.7, 0.3], 8, 0, pack=False, long="truncate").fingerprint == {
+    one = PackedData([open_source(a, 8)], [0.5])
+    assert one.fingerprint == {"data": "test", "tokenizer": "test", "pack": "True", "long": "drop", "weights": "1"}
+    two = PackedData([open_source(a, 8), open_source(b, 8, pack=False, long="truncate")], [0.7, 0.3])
+    assert two.fingerprint == {
         "data": "test, other",
         "tokenizer": "test, test",
+        "pack": "True, False",
+        "long": "drop, truncate",
         "train_on": "-, last",
         "weights": "0.7, 0.3",
-        "pack": "False",
-        "long": "truncate",
     }
 
 

@@ -174,7 +174,7 @@ def test_long_txt_documents_come_in_pieces(folder, monkeypatch):
 @pytest.mark.parametrize(
     "content, message",
     [
-        (b'{"text": "a"}\n{"text": "\xe9"}\n', "a.jsonl:2: not UTF-8: byte 0xe9 in column 11."),
+        (b'{"text": "a"}\n{"text": "\xe9"}\n', "a.jsonl:2: not UTF-8: byte 11 of the line is 0xe9."),
         (b'{"text": "a"}\n\n{"text": \n', "a.jsonl:3: not JSON: Expecting value (column 9); expected one object"),
         (b"[" * 100_000, "a.jsonl:1: not readable JSON: it is nested too deeply."),
     ],
@@ -193,9 +193,9 @@ def test_a_bad_line_is_a_bad_record(folder, content, message):
         ("a.txt", b"", "a.txt is empty; expected text or conversations."),
         ("a.jsonl", b"", "a.jsonl is empty"),
         ("a.jsonl.gz", b"", "a.jsonl.gz is empty"),
-        ("a.txt", b"one\nt\xc3\xa9o \xff\n", "a.txt:2: not UTF-8: byte 0xff at offset 9. Convert"),
-        ("a.txt", b"cut \xc3", "a.txt:1: not UTF-8: byte 0xc3 at offset 4."),
-        ("a.txt", "utf-16".encode("utf-16"), "a.txt:1: not UTF-8: byte 0xff at offset 0."),
+        ("a.txt", b"one\nt\xc3\xa9o \xff\n", "a.txt:2: not UTF-8: byte 6 of the line is 0xff. Convert"),
+        ("a.txt", b"cut \xc3", "a.txt:1: not UTF-8: byte 5 of the line is 0xc3."),
+        ("a.txt", "utf-16".encode("utf-16"), "a.txt:1: not UTF-8: byte 1 of the line is 0xff."),
         ("a.jsonl.gz", gzip.compress(LINES)[:-9], "a.jsonl.gz cannot be read to its end: Truncated"),
         ("a.jsonl.gz", LINES, "a.jsonl.gz cannot be read to its end: zlib inflate failed"),
         ("a.jsonl.zst", LINES, "a.jsonl.zst cannot be read to its end: "),

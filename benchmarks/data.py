@@ -24,8 +24,9 @@ import time
 from pathlib import Path
 
 from qwen3_trn import sources
-from qwen3_trn.cache import load_tokenizer, tokenize
+from qwen3_trn.cache import tokenize
 from qwen3_trn.data import PackedData, PackedSource, find_sources, open_cache
+from qwen3_trn.encode import load_tokenizer
 
 MIN_RATIO = 0.7
 MAX_GROWTH = 200e6

@@ -8,50 +8,33 @@
     print(open_cache(tokenize(source, Path("assets/tiny"), Path("/tmp/qwen3_trn"))))
     END
 
-A document is a text, ended by the end-of-text token, or a conversation as the chat template renders it. One process
-calls `tokenize`, the others wait for it. Texts are tokenized by the threads of the tokenizer. Conversations are
-rendered by Python, which computes in one thread only, so they are spread over processes.
+One process makes a folder, under a lock, while the others wait for it. The folder appears when it is complete, and is
+checked before it is used again: a damaged one is made anew.
 """
 
 import collections
 import contextlib
 import fcntl
-import functools
 import hashlib
-import itertools
 import json
-import multiprocessing
 import os
 import re
 import shutil
-import signal
 import sys
-import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
-from qwen3_trn import chat
-from qwen3_trn.chat import BadRecord
+from qwen3_trn import encode
+from qwen3_trn.chat import TrainOn
+from qwen3_trn.encode import Batch, Encoded, Format, Part, encode_source, find_kind
 from qwen3_trn.errors import UserError
 from qwen3_trn.folders import publish
-from qwen3_trn.sources import (
-    END_OF_TEXT,
-    Record,
-    Source,
-    count_bytes,
-    hash_contents,
-    hash_stream,
-    name_place,
-    read_records,
-)
+from qwen3_trn.sources import Source, hash_contents, hash_stream, name_place
 
-Format = Literal["auto", "text", "chat"]
 BadRecords = Literal["error", "skip"]
 
 CACHE_FORMAT = 2  # raise it when the same files, tokenizer and settings come to give another cache
@@ -59,9 +42,6 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "added_tokens.json"),
     *("special_tokens_map.json", "chat_template.jinja"),
 )
-BATCH_BYTES = {"text": 1 << 22, "chat": 1 << 18}
-BYTES_A_WORKER = 1 << 24  # a process takes seconds to start; for less it does not pay
-PART_BYTES = 1 << 28  # of a source that is tokenized while it is trained on
 NUM_EXAMPLES = 5  # bad records that are shown
 
 
@@ -69,14 +49,6 @@ def cache_folder() -> Path:
     """Where tokenized files are kept: $QWEN3_TRN_CACHE, or qwen3_trn in the user's cache folder."""
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("QWEN3_TRN_CACHE") or user_cache / "qwen3_trn")
-
-
-class Part(NamedTuple):
-    """Where a part of a source begins: after so many files, and after so many lines or rows, and bytes, of the next."""
-
-    files: int = 0
-    lines: int = 0
-    offset: int = 0
 
 
 class TokenCache(NamedTuple):
@@ -102,16 +74,16 @@ def open_cache(folder: Path) -> TokenCache:
 
 
 def identify(
-    source: Source, tokenizer_dir: Path, format: Format, train_on: chat.TrainOn, mask_empty_think: bool, stream: bool
+    source: Source, tokenizer_dir: Path, format: Format, train_on: TrainOn, mask_empty_think: bool, stream: bool
 ) -> dict[str, str]:
     """The named facts that the tokens depend on: data and tokenizer as hashes, format text or chat, settings."""
-    kind = _find_kind(source, format, stream)
+    kind = find_kind(source, format, stream)
     data = hash_stream(source.names) if stream else hash_contents(source.names)
     fingerprint = {"data": data, "tokenizer": _hash_tokenizer(tokenizer_dir), "format": kind}
     if kind == "chat":
         fingerprint |= {"train_on": train_on, "mask_empty_think": str(mask_empty_think)}
     if stream:
-        fingerprint["part_bytes"] = str(PART_BYTES)
+        fingerprint["part_bytes"] = str(encode.PART_BYTES)
     return fingerprint
 
 
@@ -120,7 +92,7 @@ def tokenize(
     tokenizer_dir: Path,
     cache_dir: Path,
     format: Format = "auto",
-    train_on: chat.TrainOn = "assistant",
+    train_on: TrainOn = "assistant",
     mask_empty_think: bool = True,
     bad_records: BadRecords = "error",
 ) -> Path:
@@ -156,15 +128,10 @@ def make_cache(
     _remove_leftovers(cache_dir)
     with _lock(cache_dir, key, tell=part is None):
         if not _is_intact(cache):
-            encode: Callable[[Sequence[Record]], Encoded] = functools.partial(_encode_texts, tokenizer_dir)
-            if kind == "chat":
-                train_on = cast(chat.TrainOn, fingerprint["train_on"])
-                mask_empty_think = fingerprint["mask_empty_think"] == "True"
-                encode = functools.partial(_encode_chats, tokenizer_dir, train_on, mask_empty_think)
-            load_tokenizer(tokenizer_dir)
             partial.mkdir()
             try:
-                meta = _write_arrays(source, kind, encode, partial, bad_records, part)
+                with contextlib.closing(encode_source(source, fingerprint, tokenizer_dir, part)) as batches:
+                    meta = _write_arrays(batches, kind == "chat", partial, bad_records, is_part=part is not None)
                 files = {path.name: _checksum(path) for path in sorted(partial.iterdir())}
                 meta = {"kind": kind, "fingerprint": fingerprint, **meta, "files": files}
                 (partial / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
@@ -245,252 +212,52 @@ def _hash_tokenizer(folder: Path) -> str:
     return key.hexdigest()
 
 
-@functools.cache
-def load_tokenizer(folder: Path):
-    """The tokenizer, loaded once a process. Raises UserError."""
-    from transformers import AutoTokenizer  # here, because it takes seconds
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # whatever a damaged file makes transformers raise
-        raise UserError(f"the tokenizer in {folder} cannot be loaded: {error!r}.") from error
-
-
-@functools.cache
-def _find_end_of_text(folder: Path) -> int:
-    tokenizer = load_tokenizer(folder)
-    end_of_text = tokenizer.get_vocab().get(END_OF_TEXT, tokenizer.eos_token_id)
-    if end_of_text is None:
-        raise UserError(f"the tokenizer in {folder} has neither {END_OF_TEXT} nor an eos_token to end documents with.")
-    return end_of_text
-
-
-# --- records to tokens ---
-
-
-class Encoded(NamedTuple):
-    """The documents that end in a batch of records."""
-
-    tokens: np.ndarray  # int32 [N]
-    ends: np.ndarray  # int64 [D]: where in `tokens` each document ends
-    supervised: np.ndarray  # bool [N]
-    bad: list[tuple[int, str]]  # number of a bad record, and what is wrong with it
-    num_reasoning_dropped: int
-
-
-def _find_kind(source: Source, format: Format, stream: bool) -> str:
-    """Whether a source holds texts or conversations, which are packed differently: what its first good record is."""
-    if format != "auto":
-        return "text" if format == "text" else "chat"
-    reason = "it holds no records"
-    for name in source.names:
-        for record in read_records(name, stream=stream):
-            try:
-                return "text" if _recognise(record) == "text" else "chat"
-            except BadRecord as error:
-                reason = f"{name_place(name, record.number)}: {error}"
-    raise UserError(f"no record of {' '.join(source.names)} can be used; {reason}")
-
-
-def _recognise(record: Record) -> chat.Format:
-    if isinstance(record.content, BadRecord):
-        raise record.content
-    return chat.recognise(record.content)
-
-
-def _encode_texts(tokenizer_dir: Path, records: Sequence[Record]) -> Encoded:
-    """Texts of nothing but white space are left out."""
-    tokenizer, end_of_text = load_tokenizer(tokenizer_dir), _find_end_of_text(tokenizer_dir)
-    texts, is_end, bad = [], [], []
-    for record in records:
-        try:
-            text = _read_text(record)
-        except BadRecord as error:
-            bad.append((record.number, str(error)))
-            continue
-        if text.strip():
-            texts.append(text)
-            is_end.append(record.is_end)
-    ids = []
-    if texts:  # the tokenizer refuses an empty list
-        ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False).input_ids
-    for document, ends in zip(ids, is_end, strict=True):
-        if ends:
-            document.append(end_of_text)
-    tokens = np.fromiter(itertools.chain.from_iterable(ids), np.int32)
-    ends = np.cumsum([len(document) for document in ids], dtype=np.int64)[np.array(is_end, bool)]
-    return Encoded(tokens, ends, np.ones(len(tokens), bool), bad, 0)
-
-
-def _read_text(record: Record) -> str:
-    if isinstance(record.content, BadRecord):
-        raise record.content
-    text = record.content.get("text") if isinstance(record.content, dict) else None
-    if not isinstance(text, str):
-        found = json.dumps(record.content, ensure_ascii=False, default=str)[:80]
-        raise BadRecord(f"expected an object with a string `text`, as the first record of its source; found {found}")
-    if half := re.search("[\ud800-\udfff]", text):
-        raise BadRecord(f"`text` holds {half[0]!a}, half a surrogate pair. Remove it.")
-    return text
-
-
-def _encode_chats(
-    tokenizer_dir: Path, train_on: chat.TrainOn, mask_empty_think: bool, records: Sequence[Record]
-) -> Encoded:
-    numbers, chats, bad = [], [], []
-    for record in records:
-        try:
-            format = _recognise(record)
-            if format == "text":
-                raise BadRecord("expected a conversation, as the first record of its source; found `text`.")
-            chats.append(chat.to_chat(record.content, format))
-            numbers.append(record.number)
-        except BadRecord as error:
-            bad.append((record.number, str(error)))
-    good = []
-    for number, rendered in zip(
-        numbers, chat.render_batch(load_tokenizer(tokenizer_dir), chats, train_on, mask_empty_think), strict=True
-    ):
-        if isinstance(rendered, BadRecord):
-            bad.append((number, str(rendered)))
-        else:
-            good.append(rendered)
-    return Encoded(
-        np.concatenate([np.empty(0, np.int32), *(conversation.input_ids for conversation in good)]),
-        np.cumsum([len(conversation.input_ids) for conversation in good], dtype=np.int64),
-        np.concatenate([np.empty(0, bool), *(conversation.supervised for conversation in good)]),
-        sorted(bad),
-        sum(conversation.reasoning_dropped for conversation in good),
-    )
-
-
 def _write_arrays(
-    source: Source,
-    kind: str,
-    encode: Callable[[Sequence[Record]], Encoded],
-    folder: Path,
-    bad_records: str,
-    part: Part | None,
+    batches: Iterator[tuple[Batch, Encoded]], is_chat: bool, folder: Path, bad_records: BadRecords, is_part: bool
 ) -> dict[str, Any]:
     """Write tokens.bin, offsets.bin and, of conversations, supervised.bin; returns what meta.json says of them."""
-    num_tokens, num_documents, num_bad, num_reasoning_dropped = 0, 0, 0, 0
-    max_token_id, max_token_file = -1, ""
+    totals = dict.fromkeys(("num_tokens", "num_documents", "num_reasoning_dropped", "num_bad"), 0)
     reasons: collections.Counter[str] = collections.Counter()
     examples: list[str] = []
-    blank = set(source.names)
-    num_bytes = PART_BYTES if part else sum(map(count_bytes, source.names))
-    next_part: Part | None = None
-    num_workers = min(len(os.sched_getaffinity(0)), num_bytes // BYTES_A_WORKER) if kind == "chat" else 1
+    num_tokens_of: collections.Counter[str] = collections.Counter()  # each file
+    max_token_id, max_token_file, next_part = -1, "", None
     with (
         open(folder / "tokens.bin", "wb") as tokens,
         open(folder / "offsets.bin", "wb") as offsets,
-        open(folder / "supervised.bin", "wb") if kind == "chat" else contextlib.nullcontext() as supervised,
-        tqdm(total=num_bytes, unit="B", unit_scale=True, desc="Tokenizing", disable=True if part else None) as progress,
+        open(folder / "supervised.bin", "wb") if is_chat else contextlib.nullcontext() as supervised,
     ):
         np.zeros(1, np.int64).tofile(offsets)
-        batches = _read_batches(source, BATCH_BYTES[kind], progress, part)
-        for batch, encoded in _encode_all(encode, batches, num_workers):
-            name, next_part = batch.name, batch.next
+        for (name, _, next_part), encoded in batches:  # noqa: B007 - the last one counts
             for number, reason in encoded.bad:
                 example = f"{name_place(name, number)}: {reason}"
                 if bad_records == "error":
                     raise UserError(_explain_bad(example))
-                num_bad += 1
                 reasons[re.sub(r"\d+|'[^']*'|\"[^\"]*\"|`[^`]*`", "...", reason)[:120]] += 1
                 examples += [example] * (len(examples) < NUM_EXAMPLES)
             encoded.tokens.tofile(tokens)
-            (num_tokens + encoded.ends).tofile(offsets)
+            (totals["num_tokens"] + encoded.ends).tofile(offsets)
             if supervised:
                 encoded.supervised.tofile(supervised)
-            num_tokens += len(encoded.tokens)
-            num_documents += len(encoded.ends)
-            num_reasoning_dropped += encoded.num_reasoning_dropped
-            if len(encoded.tokens):
-                blank.discard(name)
-                if encoded.tokens.max() > max_token_id:
-                    max_token_id, max_token_file = int(encoded.tokens.max()), name
-    if num_bad and not num_documents:
-        raise UserError(f"all {num_bad} records of {' '.join(source.names)} are bad; the first is {examples[0]}")
-    if blank and not num_bad and not part:
-        raise UserError(f"{min(blank)} holds nothing but white space; expected text or conversations.")
-    return {
-        "next": next_part,
-        "num_tokens": num_tokens,
-        "num_documents": num_documents,
+            totals["num_tokens"] += len(encoded.tokens)
+            totals["num_documents"] += len(encoded.ends)
+            totals["num_reasoning_dropped"] += encoded.num_reasoning_dropped
+            totals["num_bad"] += len(encoded.bad)
+            num_tokens_of[name] += len(encoded.tokens)
+            if (largest := int(encoded.tokens.max(initial=-1))) > max_token_id:
+                max_token_id, max_token_file = largest, name
+    if examples and not totals["num_documents"]:
+        raise UserError(f"all {totals['num_bad']} records are bad; the first is {examples[0]}")
+    blank = [name for name, num_tokens in num_tokens_of.items() if not num_tokens]
+    if blank and not examples and not is_part:
+        raise UserError(f"{blank[0]} holds nothing but white space; expected text or conversations.")
+    return totals | {
         "max_token_id": max_token_id,
         "max_token_file": max_token_file,
-        "num_reasoning_dropped": num_reasoning_dropped,
-        "num_bad": num_bad,
         "bad_reasons": dict(reasons.most_common()),
         "bad_examples": examples,
+        "next": next_part,
     }
 
 
 def _explain_bad(example: str) -> str:
     return f"{example} (--bad-records skip leaves such records out, and counts them.)"
-
-
-class Batch(NamedTuple):
-    name: str  # of the file
-    records: list[Record]
-    next: Part | None  # where the rest of the source begins; None: there is none
-
-
-def _read_batches(source: Source, num_bytes: int, progress: tqdm, part: Part | None) -> Iterator[Batch]:
-    """The records of the source, or of a part, in batches of about `num_bytes`, each of one file."""
-    begin, size_of_part, is_end = part or Part(), 0, True
-    for files, name in enumerate(source.names[begin.files :], start=begin.files):
-        after = (begin.lines, begin.offset) if files == begin.files else (0, 0)
-        records: list[Record] = []
-        size, here = 0, Part(files, *after)
-        for record in read_records(name, progress, after, stream=part is not None):
-            if part and size_of_part >= PART_BYTES and is_end:
-                yield Batch(name, records, here)
-                return
-            records.append(record)
-            size += record.size
-            size_of_part += record.size
-            here, is_end = Part(files, *record.read), record.is_end
-            if size > num_bytes:
-                yield Batch(name, records, here)
-                records, size = [], 0
-        yield Batch(name, records, Part(files + 1) if files + 1 < len(source.names) else None)
-
-
-def _encode_all(
-    encode: Callable[[Sequence[Record]], Encoded], batches: Iterator[Batch], num_workers: int
-) -> Iterator[tuple[Batch, Encoded]]:
-    """Encode the batches, in their order, in this process or on `num_workers` others."""
-    if num_workers <= 1:
-        for batch in batches:
-            yield batch, encode(batch.records)
-        return
-    context = multiprocessing.get_context("spawn")  # a copy of this process would share its locks and devices
-    with ProcessPoolExecutor(num_workers, context, _start_worker) as workers:
-        try:
-            waiting: collections.deque = collections.deque()
-            for batch in batches:
-                waiting.append((batch, workers.submit(encode, batch.records)))
-                if len(waiting) > 2 * num_workers:
-                    batch, future = waiting.popleft()
-                    yield batch, future.result()
-            for batch, future in waiting:
-                yield batch, future.result()
-        finally:
-            workers.shutdown(cancel_futures=True)
-
-
-def _start_worker() -> None:
-    """Leave signals to the parent, and end with it, even where it is killed."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers themselves fill the cores
-
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "this is not a worker"
-
-    def end_with_parent() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()

@@ -9,17 +9,16 @@
     print(tokenizer.convert_ids_to_tokens(conversation.input_ids[conversation.supervised]))
     END
 
-The ids are those of the whole conversation, rendered once by the tokenizer's own chat template. Which part of the text
-an assistant turn is, is found by construction, never by looking for its content, and not from prefixes of the
-conversation: Qwen3's template drops the reasoning of earlier turns and inserts empty think blocks. The conversation is
-rendered again with sentinels in place of the turns. What stands around the sentinels must be in the text in the same
-order, and between lie the turns, whatever the template made of them. A conversation for which that does not hold is a
-BadRecord.
+The ids are those of the whole conversation, rendered once by the tokenizer's own chat template. The template may change
+what it is given (Qwen3's drops the reasoning of earlier turns and inserts empty think blocks), so the turns are found
+neither by their content nor from prefixes of the conversation. It is rendered a second time, with a sentinel in place
+of each assistant turn. The pieces between the sentinels must be in the first text too, in this order and in one way
+only. What lies between them there is what the template made of the turns.
 
-A turn begins after the header that asks for it (the template's generation prompt) and ends with the special token that
-closes it: `<|im_start|>assistant\\n` is not supervised, `<|im_end|>` is, the line break after it is not. A token is
-supervised if all its characters are. One that joins the header's line break to a line break of the content is not: it
-never follows the header when the model writes.
+A turn begins after the header that asks for it, which is the template's generation prompt, and ends with the special
+token that closes it: `<|im_start|>assistant\\n` is not supervised, `<|im_end|>` is, the line break after it is not. A
+token is supervised if all its characters are. One that joins the line break of the header and one of the content is
+not: when the model writes, the header is already there.
 """
 
 import functools
@@ -150,7 +149,11 @@ def _to_message(message: Any, where: str) -> dict[str, Any]:
         message["reasoning_content"] = _to_text(reasonings[0], f"the reasoning of {where}")
     tool_calls = message.pop("tool_calls", None)
     if tool_calls:
-        _check_tool_calls(tool_calls, where)
+        if not isinstance(tool_calls, list) or not all(map(_is_tool_call, tool_calls)):
+            raise BadRecord(
+                f"{where} has the tool calls {_short(tool_calls)}; expected a list of objects, each with a string "
+                "`name` and with `arguments`, an object or its JSON; these two may stand under `function`."
+            )
         message["tool_calls"] = tool_calls
     if message.get("content") is None and tool_calls:
         message["content"] = ""
@@ -169,7 +172,7 @@ def _to_text(value: Any, where: str) -> str:
 
 
 def _to_tools(tools: Any) -> list[dict[str, Any]] | None:
-    if isinstance(tools, str) and tools.strip():
+    if isinstance(tools, str) and tools:
         try:
             tools = json.loads(tools)
         except json.JSONDecodeError as error:
@@ -181,18 +184,13 @@ def _to_tools(tools: Any) -> list[dict[str, Any]] | None:
     return tools
 
 
-def _check_tool_calls(tool_calls: Any, where: str) -> None:
-    for call in tool_calls if isinstance(tool_calls, list) else [tool_calls]:
-        function = call.get("function") or call if isinstance(call, dict) else None
-        if (
-            not isinstance(function, dict)
-            or not isinstance(function.get("name"), str)
-            or not isinstance(function.get("arguments"), dict | str)
-        ):
-            raise BadRecord(
-                f"{where} has the tool call {_short(call)}; expected a list of objects, each with a string `name` and "
-                "`arguments`, an object or its JSON, or with these under `function`."
-            )
+def _is_tool_call(call: Any) -> bool:
+    function = call.get("function") or call if isinstance(call, dict) else None
+    return (
+        isinstance(function, dict)
+        and isinstance(function.get("name"), str)
+        and isinstance(function.get("arguments"), dict | str)
+    )
 
 
 def _assistant_indices(chat: Chat) -> list[int]:
@@ -214,6 +212,13 @@ def _keys(record: dict) -> str:
 
 
 # --- chats to text and the spans of it that are supervised ---
+
+
+class _Edges(NamedTuple):
+    """What the template writes around the content of an assistant message."""
+
+    before: re.Pattern  # the end of that: the header and, in group 1, the empty think block that may follow it
+    after: re.Pattern  # the start of that: a special token
 
 
 class _Turn(NamedTuple):
@@ -250,17 +255,18 @@ def _mark_pair(tokenizer, pair: Pair, train_on: TrainOn) -> _Marked:
 
 
 def _mark_chat(tokenizer, chat: Chat, train_on: TrainOn, mask_empty_think: bool) -> _Marked:
+    edges = _turn_edges(tokenizer, template_of(tokenizer))
     text = _apply_template(tokenizer, chat.messages, chat.tools)
     indices = _assistant_indices(chat)[-1:] if train_on == "last" else _assistant_indices(chat)
-    turns = _find_turns(tokenizer, chat, text, indices)
+    turns = _find_turns(tokenizer, edges, chat, text, indices)
     if turns is None:  # there may be several ways to fit them in; for one turn at a time there is only one
         turns = []
         for index in indices:
-            found = _find_turns(tokenizer, chat, text, [index])
+            found = _find_turns(tokenizer, edges, chat, text, [index])
             if found is None:
                 raise BadRecord(
                     f"message {index + 1} cannot be told from the rest of what the chat template writes; expected a "
-                    "template that writes each assistant message once, and the others whatever it says."
+                    "template that writes each assistant message once, in text that does not depend on it."
                 )
             turns += found
 
@@ -278,24 +284,23 @@ def _mark_chat(tokenizer, chat: Chat, train_on: TrainOn, mask_empty_think: bool)
     return _Marked(text, supervised, masked, reasoning_dropped)
 
 
-def _find_turns(tokenizer, chat: Chat, text: str, indices: Sequence[int]) -> list[_Turn] | None:
+def _find_turns(tokenizer, edges: _Edges, chat: Chat, text: str, indices: Sequence[int]) -> list[_Turn] | None:
     """Where the messages at `indices` stand in `text`, the rendering of `chat`; None if that is not certain.
 
     With sentinels in their place, the template shows what it writes before, between and after them.
     """
-    header, closing_token = _turn_edges(tokenizer, template_of(tokenizer))
     mark = next(mark for mark in map(chr, range(0xE000, 0xF900)) if mark not in text)  # private use: no meaning
     messages = list(chat.messages)
     for index in indices:
-        kept = {key: messages[index][key] for key in messages[index].keys() - {"reasoning_content", "tool_calls"}}
-        messages[index] = kept | {"content": f"{mark}{index}{mark}"}
+        others = {k: v for k, v in messages[index].items() if k not in ("reasoning_content", "tool_calls")}
+        messages[index] = others | {"content": f"{mark}{index}{mark}"}
     pieces = re.split(f"{mark}([0-9]+){mark}", _apply_template(tokenizer, messages, chat.tools))
     if pieces[1::2] != list(map(str, indices)):
         return None
 
     fixed, empty_thinks = pieces[::2], []
     for k in range(len(indices)):
-        match = header.search(fixed[k])
+        match = edges.before.search(fixed[k])
         empty_thinks.append(match[1] if match else "")
         fixed[k] = fixed[k].removesuffix(empty_thinks[k])
     starts = _fit(fixed, text)
@@ -304,7 +309,7 @@ def _find_turns(tokenizer, chat: Chat, text: str, indices: Sequence[int]) -> lis
     turns = []
     for k, empty_think in enumerate(empty_thinks):
         start, end = starts[k] + len(fixed[k]), starts[k + 1]
-        closing = closing_token.match(fixed[k + 1])
+        closing = edges.after.match(fixed[k + 1])
         turns.append(_Turn(start, end, end + (len(closing[0]) if closing else 0), empty_think))
     return turns
 
@@ -335,20 +340,16 @@ def _fit(pieces: Sequence[str], text: str) -> list[int] | None:
 
 
 @functools.lru_cache(maxsize=4)
-def _turn_edges(tokenizer, template: str) -> tuple[re.Pattern, re.Pattern]:
-    """What the template writes before and after an assistant message: patterns for the end and start of these.
-
-    Before: the generation prompt, and in group 1 the empty think block that may follow it. A generation prompt that
-    opens a think block ends before that. After: a special token.
-    """
+def _turn_edges(tokenizer, template: str) -> _Edges:
+    """The header is the template's generation prompt, up to the think block that some of them open there."""
     question = [{"role": "user", "content": "?"}]
     without = _apply_template(tokenizer, question, None)
     prompted = _apply_template(tokenizer, question, None, add_generation_prompt=True)
     header = re.sub(r"<think>\s*\Z", "", prompted.removeprefix(without)) if prompted.startswith(without) else ""
-    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return (
+    special = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return _Edges(
         re.compile(re.escape(header) + r"((?:<think>\s*</think>\s*)?)\Z"),
-        re.compile("|".join(re.escape(token) for token in sorted(special, key=len, reverse=True))),
+        re.compile("|".join(special)),
     )
 
 

@@ -13,9 +13,10 @@ import numpy as np
 import tyro
 
 from qwen3_trn import hub, launch
-from qwen3_trn.cache import BadRecords, Format, TokenCache, cache_folder, load_tokenizer, open_cache, tokenize
+from qwen3_trn.cache import BadRecords, TokenCache, cache_folder, open_cache, tokenize
 from qwen3_trn.chat import TrainOn
 from qwen3_trn.data import Long, PackedSource
+from qwen3_trn.encode import Format, load_tokenizer
 from qwen3_trn.sources import find_sources
 
 SHOWN_TOKENS = 400  # of each document

@@ -26,18 +26,10 @@ import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from qwen3_trn.cache import (
-    BadRecords,
-    Format,
-    Part,
-    identify,
-    load_tokenizer,
-    make_cache,
-    open_cache,
-    remove_cache,
-)
+from qwen3_trn.cache import BadRecords, identify, make_cache, open_cache, remove_cache
 from qwen3_trn.chat import TrainOn
 from qwen3_trn.data import Long, PackedSource
+from qwen3_trn.encode import Format, Part, load_tokenizer
 from qwen3_trn.errors import UserError
 from qwen3_trn.packing import Rows
 from qwen3_trn.sources import Source

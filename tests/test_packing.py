@@ -150,7 +150,7 @@ def test_one_row_each():
     assert plan.lengths.tolist() == [1, 3, 4]
 
 
-@pytest.mark.parametrize("name", ["packing", "sources", "cache", "data", "stream"])
+@pytest.mark.parametrize("name", ["packing", "sources", "encode", "cache", "data", "stream"])
 def test_the_commands_in_the_docstrings_run(tmp_path, monkeypatch, name):
     module = __import__(f"qwen3_trn.{name}", fromlist=[name])
     command = re.search(r"    python - <<END\n(.*?)    END", module.__doc__, re.DOTALL)[1]

@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from qwen3_trn import cache, sources
+from qwen3_trn import cache, encode, sources
 from qwen3_trn.data import PackedData, PackedSource
 from qwen3_trn.errors import UserError
 from qwen3_trn.packing import Rows
@@ -33,7 +33,7 @@ def folder(tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
-    monkeypatch.setattr(cache, "PART_BYTES", 1500)
+    monkeypatch.setattr(encode, "PART_BYTES", 1500)
     sources._load_hub.cache_clear()
     return tmp_path
 
@@ -189,7 +189,7 @@ def test_a_source_that_ends_with_a_part_of_nothing(monkeypatch):
     for data in (write_source("chat"), write_lines("b.jsonl", [{"text": "x" * 400} for _ in range(4)])):
         with open(data, "a") as file:
             file.write("\n" * 50)
-        monkeypatch.setattr(cache, "PART_BYTES", 800)
+        monkeypatch.setattr(encode, "PART_BYTES", 800)
         stream = open_stream(data)
         stream.row(1000)
         assert stream._all_known

@@ -119,6 +119,22 @@ def test_a_stream_of_one_part_is_the_source():
     assert same(read_rows(open_stream(data, seed=3), range(40)), read_rows(packed, range(40)))
 
 
+def test_a_part_ends_with_a_document(monkeypatch):
+    """A document that comes in pieces is not cut by the end of a part, however long it is."""
+    monkeypatch.setattr(sources, "PIECE_CHARS", 100)
+    texts = ["".join(f"line {number} of {length}\n" for number in range(length)).strip() for length in (200, 2, 150, 3)]
+    Path("a.txt").write_text("\n<|endoftext|>\n".join(texts))
+    stream = open_stream("a.txt", pack=False)
+    stream.row(10_000)
+    rows = read_rows(stream, range(stream._starts[-1]))
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    expected = [[*tokenizer(text).input_ids, tokenizer.pad_token_id] for text in texts]
+    assert sorted(rows.input_ids[rows.document_ids >= 0]) == sorted(itertools.chain.from_iterable(expected))
+    assert (rows.labels == -100).sum() - (rows.document_ids < 0).sum() == len(texts)  # only ends have no label
+
+
 @pytest.mark.parametrize("kind", ["txt", "hub", "chat"])
 def test_a_position_alone_decides_its_row(kind):
     """With the notes of the run before, without them, on another machine, and in any order."""

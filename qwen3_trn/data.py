@@ -59,7 +59,7 @@ class PackedSource:
         self.is_chat = cache.supervised is not None
         self.max_token_id: int = cache.meta["max_token_id"]
         self.max_token_file: str = cache.meta["max_token_file"]
-        self.fingerprint: dict[str, str] = cache.meta["fingerprint"] | {"pack": str(pack), "long": long}
+        self.fingerprint: dict[str, str] = cache.meta["fingerprint"] | name_settings(pack, long, self.is_chat)
         self.num_documents = len(cache.offsets) - 1
         documents = _choose_documents(cache, seq_len, long) if self.is_chat else np.arange(self.num_documents)
         self.num_dropped = self.num_documents - len(documents)
@@ -154,6 +154,11 @@ class PackedData:
     def describe(self) -> list[str]:
         """Lines for the console: what the data is, and what was left out of it."""
         return [line for source in self.sources for line in source.describe()]
+
+
+def name_settings(pack: bool, long: Long, is_chat: bool) -> dict[str, str]:
+    """The settings that the order of a source's rows depends on, for its fingerprint; `long` is about conversations."""
+    return {"pack": str(pack)} | ({"long": long} if is_chat else {})
 
 
 def make_schedule(weights: Sequence[float]) -> np.ndarray:

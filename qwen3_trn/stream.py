@@ -28,7 +28,7 @@ from pathlib import Path
 
 from qwen3_trn.cache import BadRecords, identify, make_cache, open_cache, remove_cache
 from qwen3_trn.chat import TrainOn
-from qwen3_trn.data import Long, PackedSource
+from qwen3_trn.data import Long, PackedSource, name_settings
 from qwen3_trn.encode import Format, Part, load_tokenizer
 from qwen3_trn.errors import UserError
 from qwen3_trn.packing import Rows
@@ -59,7 +59,7 @@ class StreamedSource:
         bad_records: BadRecords = "error",
     ):
         facts = identify(source, tokenizer_dir, format, train_on, mask_empty_think, stream=True)
-        self.fingerprint = facts | {"pack": str(pack), "long": long}
+        self.fingerprint = facts | name_settings(pack, long, facts["format"] == "chat")
         self.max_token_id: int = max(load_tokenizer(tokenizer_dir).get_vocab().values())  # of what may come
         self.max_token_file = f"the vocabulary of {tokenizer_dir}"
         self._names, self._cache_dir, self._facts = source.names, cache_dir, [self.fingerprint, seq_len, seed]

@@ -239,17 +239,17 @@ def test_packed_data_of_one_source_is_that_source():
 
 
 def test_the_fingerprint_names_what_the_order_depends_on():
-    a = make_cache([[1, 2]])
-    b = a._replace(meta=a.meta | {"fingerprint": {"data": "other", "tokenizer": "test", "train_on": "last"}})
-    one = PackedData([open_source(a, 8)], [0.5])
-    assert one.fingerprint == {"data": "test", "tokenizer": "test", "pack": "True", "long": "drop", "weights": "1"}
-    two = PackedData([open_source(a, 8), open_source(b, 8, pack=False, long="truncate")], [0.7, 0.3])
+    text, chats = make_cache([[1, 2]]), make_chats([3])
+    chats = chats._replace(meta=chats.meta | {"fingerprint": {"data": "b", "tokenizer": "test", "train_on": "last"}})
+    one = PackedData([open_source(text, 8)], [0.5])
+    assert one.fingerprint == {"data": "test", "tokenizer": "test", "pack": "True", "weights": "1"}
+    two = PackedData([open_source(text, 8), open_source(chats, 8, pack=False, long="truncate")], [0.7, 0.3])
     assert two.fingerprint == {
-        "data": "test, other",
+        "data": "test, b",
         "tokenizer": "test, test",
         "pack": "True, False",
-        "long": "drop, truncate",
         "train_on": "-, last",
+        "long": "-, truncate",
         "weights": "0.7, 0.3",
     }
 

@@ -231,7 +231,7 @@ def test_the_order_depends_on_the_data():
         fingerprints.append(open_stream(data).fingerprint)
     assert len({facts["data"] for facts in fingerprints}) == 3
     assert {name: value for name, value in fingerprints[0].items() if name not in ("data", "tokenizer")} == {
-        "format": "text", "pack": "True", "long": "drop", "part_bytes": "1500",
+        "format": "text", "pack": "True", "part_bytes": "1500",
     }  # fmt: skip
 
 

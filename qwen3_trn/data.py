@@ -10,8 +10,9 @@
     print(PackedData([PackedSource(cache, seq_len=64, seed=0)], [1.0]).batch([0]))
     END
 
-The way from --data to here: sources.py reads records, chat.py renders conversations, cache.py keeps their tokens in
-memory-mapped arrays, packing.py says which pieces of them each row holds; stream.py does so part by part.
+The way from --data to here: sources.py reads records, encode.py makes token ids of them (with chat.py for
+conversations), cache.py keeps these in memory-mapped arrays, and packing.py says which pieces of them each row holds.
+stream.py does all that part by part, for what is too large.
 
 The order is a function of data, tokenizer, seed and settings alone. It has no state but the position: any rank can ask
 for any row, and a run that resumes asks for the rows that come next. A row is copied out of the memory map in

@@ -24,9 +24,10 @@ from torch.optim import AdamW
 from export import export
 from qwen3_trn import checkpoint, hf, launch, plan, start
 from qwen3_trn.config import Qwen3Config, TrainConfig, parse_args, parse_size
-from qwen3_trn.data import PackedText
+from qwen3_trn.data import PackedData
 from qwen3_trn.device import Device
 from qwen3_trn.errors import UserError
+from qwen3_trn.evaluate import check_document_mask, evaluate, find_stop_tokens, read_prompts, sample_texts
 from qwen3_trn.init import local_tensor
 from qwen3_trn.launch import print0
 from qwen3_trn.loss import IGNORE_INDEX
@@ -38,7 +39,7 @@ from qwen3_trn.titan import clip_grad_norm_
 
 
 def micro_batches(
-    data: PackedText, position: int, num_rows: int, micro_batch_size: int, num_ranks: int, rank: int
+    data: PackedData, position: int, num_rows: int, micro_batch_size: int, num_ranks: int, rank: int
 ) -> list[dict[str, np.ndarray]]:
     """This rank's share of the `num_rows` rows from `position` on in the data's order, a dict of [B, T] a micro-step.
 
@@ -218,17 +219,6 @@ def check_loaded(loss: float, config: Qwen3Config) -> None:
         )
 
 
-def sample_text(model: Qwen3ForCausalLM, data: PackedText, tokenizer_folder: Path, device: Device) -> str:
-    """The data's first words and how the model goes on from them, greedily. Every rank must call it."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    prompt = torch.as_tensor(data.tokens[:16].astype(np.int64)).to(device.torch_device, device.index_dtype)
-    # 64 tokens in all: sequence parallelism cuts them over the tp ranks.
-    ids = model.generate(prompt[None], max_new_tokens=64 - len(prompt))[0].tolist()
-    return f"{tokenizer.decode(ids[:16])} [...] {tokenizer.decode(ids[16:])}"
-
-
 def end_save(saver: checkpoint.Saver, on_error: str) -> None:
     """Wait for the checkpoint that is being written, if one is; every rank calls it."""
     try:
@@ -237,6 +227,14 @@ def end_save(saver: checkpoint.Saver, on_error: str) -> None:
         if on_error == "stop":
             raise
         print0(f"warning: {error} The run goes on (--on-save-error continue).")
+
+
+def write_samples(out: Path, step: int, lines: list[str]) -> None:
+    """Print a step's samples, and add them to OUT/samples.txt."""
+    if launch.RANK == 0:
+        print(*(f"sample     {line}" for line in lines), sep="\n", flush=True)
+        with (out / "samples.txt").open("a", encoding="utf-8") as file:
+            file.write(f"step {step}\n" + "".join(f"{line}\n" for line in lines) + "\n")
 
 
 def say_how_to_go_on(out: Path) -> str:
@@ -281,6 +279,10 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
         weights = hf.HFFolder(model_folder)
         weights.check(config, parameter_shapes(config))
     data = start.open_data(args, config, model_folder)
+    eval_sources = start.open_eval_data(args, config, model_folder)
+    is_chat = "chat" in data.fingerprint["format"]
+    prompts = read_prompts(args.prompts, model_folder, is_chat)
+    stop_tokens = find_stop_tokens(model_folder, is_chat)
     if resumed:
         start.check_unchanged(args, config, data, resumed)
     settings = start.resolve(args, config, data, state["step"], state["position"])
@@ -308,17 +310,17 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
         model.init_weights(args.seed)
 
     peak_flops, peak_source = device.peak_flops(compute_dtype)
+    epochs = data.rows_per_epoch and settings.steps * args.global_batch_size / data.rows_per_epoch
+    epochs = f" = {epochs:.2f} epochs" if epochs else ""
     print0(
         f"run        {out}",
         f"model      {model_folder}: {config.model_type}, {format_count(model.num_parameters())} parameters, "
         f"{format_count(model.num_active_parameters())} in the matmuls of a token",
         f"weights    {resumed or (args.init if pretrained else f'random, seed {args.seed}')}",
-        f"data       {format_count(data.num_tokens)} tokens in {data.num_documents} documents: "
-        f"{data.rows_per_epoch} rows of {args.seq_len} an epoch",
+        *(f"data       {line}" for line in data.describe()),
         f"step       {args.global_batch_size} rows = {args.global_batch_size * args.seq_len} tokens: {data_ranks} data "
         f"ranks x {num_micro_steps} micro-batches x {micro_batch_size} rows",
-        f"length     {settings.steps} steps = {settings.steps * args.global_batch_size / data.rows_per_epoch:.2f} "
-        f"epochs; {state['step']} are done",
+        f"length     {settings.steps} steps{epochs}; {state['step']} are done",
         f"rate       {settings.lr:g} to {settings.min_lr:g}, {args.schedule}, {settings.warmup_steps} warm-up steps",
         *(
             f"AdamW      {group['name']}: {len(group['params'])} tensors, "
@@ -332,25 +334,27 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
     )
 
     log = RunLog(out, settings.steps) if launch.RANK == 0 else None
+    if args.pack and not args.moe_capacity:  # with which documents do compete for room
+        check_document_mask(model, data, micro_batch_size, device, compute_dtype)
     saver = checkpoint.Saver(out, model_folder, args.keep, saved_step=state["step"])
     state |= {"settings": dataclasses.asdict(settings), "fingerprint": data.fingerprint}
     state |= {"model": [start.name_model(args), args.revision], "commit": commit}
+    state["stop_tokens"] = stop_tokens if is_chat else None
     stop = launch.StopFlag(args.max_minutes)
     first_step = state["step"] + 1
-    window_start, window_tokens, window_steps, save_s = time.perf_counter(), 0, 0, 0.0
+    window_start, window_tokens, window_steps, data_s, save_s = time.perf_counter(), 0, 0, 0.0, 0.0
     while state["step"] < settings.steps:
         step, position = state["step"] + 1, state["position"]
+        data_start = time.perf_counter()
         rows = micro_batches(data, position, args.global_batch_size, micro_batch_size, data_ranks, data_rank)
+        data_s += time.perf_counter() - data_start
         num_tokens, num_supervised, (stopping, save_failed) = agree(rows, args.tp, stop.is_set(), saver.has_failed())
         if save_failed:
             end_save(saver, args.on_save_error)
         if stopping:
             break
         seed_step(args.seed, step, data_rank)
-        batches = [
-            {name: torch.as_tensor(array).to(device.torch_device, device.index_dtype) for name, array in row.items()}
-            for row in rows
-        ]
+        batches = [device.put(row) for row in rows]
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, settings)
         state |= {"step": step, "position": position + args.global_batch_size}
@@ -391,7 +395,9 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
                 f"{state['position'] - 1} of the data's order. Lower --lr, or look at the data. {say_how_to_go_on(out)}"
             )
 
-        if step % args.log_every == 0 or step in (first_step, settings.steps):
+        is_last = step == settings.steps
+        evaluates = bool(eval_sources) and (is_last or (args.eval_every > 0 and step % args.eval_every == 0))
+        if step % args.log_every == 0 or step == first_step or is_last or evaluates:
             device.synchronize()
             now = time.perf_counter()
             tokens_per_s = window_tokens / (now - window_start)
@@ -402,14 +408,22 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
                 "mfu": tokens_per_s * model.flops_per_token(args.seq_len) / (peak_flops * num_ranks),
                 "peak_memory_bytes": device.peak_memory(),
                 "step_time_s": (now - window_start) / window_steps,
+                "data_s": data_s,
                 "save_s": save_s,
                 "position": state["position"],
             }
+            if evaluates:
+                parts = micro_batch_size, data_ranks, data_rank, args.tp
+                values["eval_loss"] = evaluate(model, eval_sources, *parts, device)
             if log:
                 log.log(step, values)
-            window_start, window_tokens, window_steps, save_s = now, 0, 0, 0.0
+            window_start, window_tokens, window_steps, data_s, save_s = time.perf_counter(), 0, 0, 0.0, 0.0
 
-        if args.save_every and step % args.save_every == 0 and step < settings.steps:
+        if prompts and args.sample_every and step % args.sample_every == 0 and not is_last:
+            write_samples(out, step, sample_texts(model, prompts, model_folder, stop_tokens, args.seed, device))
+            window_start, window_tokens, window_steps, data_s = time.perf_counter(), 0, 0, 0.0
+
+        if args.save_every and step % args.save_every == 0 and not is_last:
             save_start = time.perf_counter()
             end_save(saver, args.on_save_error)
             saver.save(state, model, optimizer)
@@ -428,10 +442,8 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
     if log:
         log.close()
     if ended:
-        text = sample_text(model, data, model_folder, device)
-        print0(f"sample     {text}")
-        if launch.RANK == 0:
-            (out / "samples.txt").write_text(f"step {state['step']}: {text}\n", encoding="utf-8")
+        prompts = prompts or [data.row(0).input_ids[:16].tolist()]
+        write_samples(out, step, sample_texts(model, prompts, model_folder, stop_tokens, args.seed, device))
     else:
         print0(f"stopped    after step {state['step']} of {settings.steps}. {say_how_to_go_on(out)}")
     dist.destroy_process_group()

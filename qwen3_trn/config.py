@@ -56,6 +56,7 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = (
     *("seed", "min_lr", "warmup_steps", "weight_decay", "router_aux_loss_coef", "router_z_loss_coef", "save_every"),
+    *("eval_every", "sample_every"),
 )
 
 
@@ -305,8 +306,32 @@ class TrainConfig:
     # After loading weights, stop if the first loss is that of random ones. Off for folders of random weights.
     load_check: bool = True
 
-    # Text files or globs, .txt or .jsonl with a "text" field; "sample" is the bundled text.
+    # Files or globs of .txt, .jsonl (also .gz, .zst) or .parquet, hf:USER/NAME[/CONFIG][:SPLIT], or "sample"; several
+    # with :WEIGHT are mixed.
     data: tuple[str, ...] = ("sample",)
+    # Records are text ("text") or conversations ("messages", "prompt" and "completion", "conversations"). auto: as the
+    # first.
+    format: Literal["auto", "text", "chat"] = "auto"
+    # Turns of a conversation to learn: the assistant's, its last one, or all.
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    # Do not learn the empty think block that the chat template puts in.
+    mask_empty_think: bool = True
+    # Put several documents into a row; none sees another. Else one a row, and padding.
+    pack: bool = True
+    # Conversations longer than --seq-len.
+    long: Literal["drop", "truncate", "error"] = "drop"
+    # Records that cannot be used: stop at the first, or leave them out and count them.
+    bad_records: Literal["error", "skip"] = "error"
+    # Tokenize the data in parts while the run goes on, for data too large to be tokenized first.
+    stream: bool = False
+    # Like --data: what the validation loss is of.
+    eval_data: tuple[str, ...] = ()
+    # Steps from one validation to the next; 0 validates only at the end.
+    eval_every: int = 100
+    # Texts, or files with one a line, that the model goes on from; with conversations, a user's turns.
+    prompts: tuple[str, ...] = ()
+    # Steps from one sample of --prompts to the next; 0 samples only at the end.
+    sample_every: int = 0
     # Tokens in a row.
     seq_len: int = 512
 

@@ -26,6 +26,7 @@ VERSIONS_OF = ("torch", "torchtitan", "transformers", "safetensors", "numpy")
 # The console's columns, in order; a step shows those it has. Lists hold one number a MoE layer.
 COLUMNS: dict[str, Callable[[Any], str]] = {
     "loss": lambda loss: f"loss {loss:7.4f}",
+    "eval_loss": lambda loss: f"eval {loss:7.4f}",
     "grad_norm": lambda norm: f"grad {norm:7.3f}",
     "lr": lambda lr: f"lr {lr:.2e}",
     "tokens_per_s": lambda rate: f"{format_count(rate):>6} tok/s",

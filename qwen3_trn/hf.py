@@ -283,6 +283,15 @@ def copy_companions(source: Path, target: Path) -> None:
             shutil.copyfile(source / name, target / name)
 
 
+def add_stop_tokens(folder: Path, ids: list[int]) -> None:
+    """Let generation_config.json, made if it is missing, stop at these tokens beside those it stops at."""
+    path = folder / "generation_config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    old = config.get("eos_token_id", [])
+    config["eos_token_id"] = list(dict.fromkeys([*ids, *(old if isinstance(old, list) else [old])]))
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
 def list_some(items: list[str], most: int = 8) -> str:
     """ "a, b, and 3 more"."""
     return ", ".join(items[:most]) + (f", and {len(items) - most} more" if len(items) > most else "")

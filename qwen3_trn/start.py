@@ -158,6 +158,8 @@ def open_data(args: TrainConfig, config: Qwen3Config, tokenizer: Path) -> Packed
 
 def open_eval_data(args: TrainConfig, config: Qwen3Config, tokenizer: Path) -> list[PackedSource]:
     """--eval-data, each source once and in order."""
+    if not args.eval_data:
+        return []
     parts = _open_sources("eval-data", find_sources(args.eval_data), args, tokenizer, shuffle=False)
     for part in parts:
         _check_vocabulary(part.max_token_id, part.max_token_file, config, tokenizer)
@@ -191,9 +193,9 @@ def resolve(args: TrainConfig, config: Qwen3Config, data: PackedData, step: int 
     step, position: where a resumed run stands, in steps and in rows.
     """
     steps = args.steps or 200
-    if args.epochs is not None and data.rows_per_epoch is None:
-        raise UserError("--epochs needs to know how many rows there are, which --stream does not; give --steps.")
     if args.epochs is not None:
+        if data.rows_per_epoch is None:
+            raise UserError("--epochs needs to know how many rows there are, which --stream does not; give --steps.")
         steps = step + max(
             0 if step else 1, round((args.epochs * data.rows_per_epoch - position) / args.global_batch_size)
         )

@@ -126,11 +126,15 @@ def sample_texts(
     length = -(-(max(map(len, prompts)) + NEW_TOKENS) // NEW_TOKENS) * NEW_TOKENS  # one shape for all prompts
     lines = []
     for prompt in prompts:
-        lines.append(f"> {tokenizer.decode(prompt)}")
+        lines.append(f"> {_show(tokenizer.decode(prompt))}")
         ids = device.put({"ids": np.array([prompt])})["ids"]
         for name, temperature in (("greedy", 0.0), (f"sampled at {TEMPERATURE}", TEMPERATURE)):
             torch.manual_seed(seed)
             answer = model.generate(ids, length - len(prompt), temperature)[0, len(prompt) :].tolist()
             end = next((i for i, token in enumerate(answer) if token in stop_tokens), len(answer))
-            lines.append(f"{name}: {tokenizer.decode(answer[:end])}")
+            lines.append(f"{name}: {_show(tokenizer.decode(answer[:end]))}")
     return lines
+
+
+def _show(text: str) -> str:
+    return text.replace("\n", "\\n")

@@ -20,6 +20,7 @@ from qwen3_trn.stream import StreamedSource
 from tests.common import TINY
 
 SEQ_LEN = 32
+STREAMS: list[StreamedSource] = []  # those that the test at hand has opened
 TEXTS = [f"{'One day ' * (number % 5)}Mia lost hat number {number}." for number in range(120)]
 CHATS = [
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": f"No {number}."}]}
@@ -35,7 +36,9 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
     monkeypatch.setattr(encode, "PART_BYTES", 1500)
     sources._load_hub.cache_clear()
-    return tmp_path
+    yield
+    while STREAMS:  # their threads work in this folder
+        STREAMS.pop()._thread.shutdown(cancel_futures=True)
 
 
 def write_lines(name: str, records: list) -> str:
@@ -69,7 +72,8 @@ KINDS = ("txt", "jsonl", "files", "gz", "parquet", "hub", "chat")
 
 def open_stream(data: str, cache_dir: str = "cache", seed: int = 0, **settings) -> StreamedSource:
     (source,) = find_sources([data])
-    return StreamedSource(source, TINY, Path(cache_dir), SEQ_LEN, seed, **settings)
+    STREAMS.append(StreamedSource(source, TINY, Path(cache_dir), SEQ_LEN, seed, **settings))
+    return STREAMS[-1]
 
 
 def read_rows(source, positions) -> Rows:

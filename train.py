@@ -293,6 +293,7 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
         # Without `out` and `resume`, so that --config OUT/config.toml repeats the run elsewhere.
         not_settings = {"out": None, "config": None, "resume": None}
         write_run_files(out, dataclasses.asdict(settings) | not_settings, facts)
+        hf.copy_companions(model_folder, out / "model")  # which may be a checkpoint that goes before the run ends
     dist.barrier()
     if not (out / "config.toml").is_file():
         raise UserError(
@@ -336,7 +337,7 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
     log = RunLog(out, settings.steps) if launch.RANK == 0 else None
     if args.pack and not args.moe_capacity:  # with which documents do compete for room
         check_document_mask(model, data, micro_batch_size, device, compute_dtype)
-    saver = checkpoint.Saver(out, model_folder, args.keep, saved_step=state["step"])
+    saver = checkpoint.Saver(out, out / "model", args.keep, saved_step=state["step"])
     state |= {"settings": dataclasses.asdict(settings), "fingerprint": data.fingerprint}
     state |= {"model": [start.name_model(args), args.revision], "commit": commit}
     state["stop_tokens"] = stop_tokens if is_chat else None

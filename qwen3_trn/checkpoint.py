@@ -240,7 +240,7 @@ class _Writer(dcp.FileSystemWriter):
             raise
         files = {result.storage_data.relative_path for result in results}
         sums = {file: _sha256(Path(self.path) / file) for file in files}
-        future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        future = torch.futures.Future()
         future.set_result([_HashedResult(**vars(r), sha256=sums[r.storage_data.relative_path]) for r in results])
         return future
 

@@ -277,7 +277,8 @@ def _plan_shards(sizes: dict[str, int], max_size: int) -> list[list[str]]:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy config, generation config and tokenizer files, those that are there."""
+    """Copy config, generation config and tokenizer files, those that are there; `target` is made if needed."""
+    target.mkdir(exist_ok=True)
     for name in COMPANION_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)

@@ -5,6 +5,7 @@ The oracle is the run that nothing interrupts: same losses and gradient norms, b
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -266,6 +267,19 @@ def test_the_model_of_a_checkpoint_needs_no_hub(tmp_path, monkeypatch):
     args = train.TrainConfig(init="hub", model="org/other", revision="v2", out=str(tmp_path), resume="auto")
     with pytest.raises(UserError, match=r"trained from \['org/tiny', None\].*flags name \['org/other', 'v2'\]"):
         train.start.find_model(args, folder)
+
+
+def test_a_model_that_only_the_checkpoint_has(cache, tmp_path, monkeypatch):
+    """As after --init hub without the hub. The checkpoint that the run went on from goes; the model stays."""
+    model = shutil.copytree(TINY, tmp_path / "model")
+    flags = [*RUN, "--model", model, "--save-every", 1, "--keep", 1]
+    in_process(monkeypatch, tmp_path / "run", *flags, "--steps", 2)
+    shutil.rmtree(model)
+    in_process(monkeypatch, tmp_path / "run", *flags, "--steps", 5, "--resume", "must")
+    (last,) = list_checkpoints(tmp_path / "run")
+    assert last.name == "step_5" and find_damaged(last) == []
+    for name in ("config.json", "tokenizer.json", "generation_config.json"):
+        assert (last / name).read_bytes() == (TINY / name).read_bytes()
 
 
 def test_one_run_a_folder(cache, tmp_path, monkeypatch):

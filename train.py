@@ -26,12 +26,13 @@ from qwen3_trn import checkpoint, hf, launch, plan, start
 from qwen3_trn.config import Qwen3Config, TrainConfig, parse_args, parse_size
 from qwen3_trn.data import PackedData
 from qwen3_trn.device import Device
+from qwen3_trn.encode import load_tokenizer
 from qwen3_trn.errors import UserError
-from qwen3_trn.evaluate import check_document_mask, evaluate, find_stop_tokens, read_prompts, sample_texts
+from qwen3_trn.evaluate import check_document_mask, evaluate, find_prompt, find_stop_tokens, read_prompts, sample_texts
 from qwen3_trn.init import local_tensor
 from qwen3_trn.launch import print0
 from qwen3_trn.loss import IGNORE_INDEX
-from qwen3_trn.metrics import RunLog, format_count, write_run_files
+from qwen3_trn.metrics import RunLog, format_count, write_run_files, write_samples
 from qwen3_trn.model import PADDING_DOCUMENT, Qwen3ForCausalLM, parameter_shapes
 from qwen3_trn.moe import RouterStats, balance_loss, z_loss
 from qwen3_trn.parallel import build_mesh, build_model, check_layout
@@ -229,14 +230,6 @@ def end_save(saver: checkpoint.Saver, on_error: str) -> None:
         print0(f"warning: {error} The run goes on (--on-save-error continue).")
 
 
-def write_samples(out: Path, step: int, lines: list[str]) -> None:
-    """Print a step's samples, and add them to OUT/samples.txt."""
-    if launch.RANK == 0:
-        print(*(f"sample     {line}" for line in lines), sep="\n", flush=True)
-        with (out / "samples.txt").open("a", encoding="utf-8") as file:
-            file.write(f"step {step}\n" + "".join(f"{line}\n" for line in lines) + "\n")
-
-
 def say_how_to_go_on(out: Path) -> str:
     found = checkpoint.list_checkpoints(out)
     if not found:
@@ -279,10 +272,10 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
         weights = hf.HFFolder(model_folder)
         weights.check(config, parameter_shapes(config))
     data = start.open_data(args, config, model_folder)
-    eval_sources = start.open_eval_data(args, config, model_folder)
-    is_chat = "chat" in data.fingerprint["format"]
-    prompts = read_prompts(args.prompts, model_folder, is_chat)
-    stop_tokens = find_stop_tokens(model_folder, is_chat)
+    eval_data = start.open_eval_data(args, config, model_folder)
+    tokenizer, is_chat = load_tokenizer(model_folder), "chat" in data.fingerprint["format"]
+    prompts = launch.run_once("prompts", lambda: read_prompts(args.prompts, tokenizer, is_chat, config))
+    stop_tokens = find_stop_tokens(tokenizer, is_chat)
     if resumed:
         start.check_unchanged(args, config, data, resumed)
     settings = start.resolve(args, config, data, state["step"], state["position"])
@@ -319,6 +312,7 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
         f"{format_count(model.num_active_parameters())} in the matmuls of a token",
         f"weights    {resumed or (args.init if pretrained else f'random, seed {args.seed}')}",
         *(f"data       {line}" for line in data.describe()),
+        *(f"eval data  {line}" for part in eval_data for line in part.describe()),
         f"step       {args.global_batch_size} rows = {args.global_batch_size * args.seq_len} tokens: {data_ranks} data "
         f"ranks x {num_micro_steps} micro-batches x {micro_batch_size} rows",
         f"length     {settings.steps} steps{epochs}; {state['step']} are done",
@@ -336,11 +330,15 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
 
     log = RunLog(out, settings.steps) if launch.RANK == 0 else None
     if args.pack and not args.moe_capacity:  # with which documents do compete for room
-        check_document_mask(model, data, micro_batch_size, device, compute_dtype)
+        check_document_mask(model, micro_batch_size, args.seq_len, device, compute_dtype)
     saver = checkpoint.Saver(out, out / "model", args.keep, saved_step=state["step"])
     state |= {"settings": dataclasses.asdict(settings), "fingerprint": data.fingerprint}
     state |= {"model": [start.name_model(args), args.revision], "commit": commit}
     state["stop_tokens"] = stop_tokens if is_chat else None
+    if "prompt" not in state:  # a resumed run keeps it
+        state["prompt"] = find_prompt(data.row(0))
+    prompts = prompts or [state["prompt"]]
+    sample = partial(sample_texts, model, tokenizer, prompts, stop_tokens, args.seed, args.tp, device)
     stop = launch.StopFlag(args.max_minutes)
     first_step = state["step"] + 1
     window_start, window_tokens, window_steps, data_s, save_s = time.perf_counter(), 0, 0, 0.0, 0.0
@@ -397,7 +395,7 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
             )
 
         is_last = step == settings.steps
-        evaluates = bool(eval_sources) and (is_last or (args.eval_every > 0 and step % args.eval_every == 0))
+        evaluates = bool(eval_data) and (is_last or (args.eval_every > 0 and step % args.eval_every == 0))
         if step % args.log_every == 0 or step == first_step or is_last or evaluates:
             device.synchronize()
             now = time.perf_counter()
@@ -415,14 +413,16 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
             }
             if evaluates:
                 parts = micro_batch_size, data_ranks, data_rank, args.tp
-                values["eval_loss"] = evaluate(model, eval_sources, *parts, device)
+                values["eval_loss"] = evaluate(model, eval_data, *parts, device)
             if log:
                 log.log(step, values)
             window_start, window_tokens, window_steps, data_s, save_s = time.perf_counter(), 0, 0, 0.0, 0.0
 
-        if prompts and args.sample_every and step % args.sample_every == 0 and not is_last:
-            write_samples(out, step, sample_texts(model, prompts, model_folder, stop_tokens, args.seed, device))
-            window_start, window_tokens, window_steps, data_s = time.perf_counter(), 0, 0, 0.0
+        if args.sample_every and step % args.sample_every == 0 and not is_last:
+            sample_start, lines = time.perf_counter(), sample()
+            if log:
+                write_samples(out, step, lines)
+            window_start += time.perf_counter() - sample_start  # it is no part of a step's time
 
         if args.save_every and step % args.save_every == 0 and not is_last:
             save_start = time.perf_counter()
@@ -443,8 +443,9 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
     if log:
         log.close()
     if ended:
-        prompts = prompts or [data.row(0).input_ids[:16].tolist()]
-        write_samples(out, step, sample_texts(model, prompts, model_folder, stop_tokens, args.seed, device))
+        lines = sample()
+        if log:
+            write_samples(out, state["step"], lines)
     else:
         print0(f"stopped    after step {state['step']} of {settings.steps}. {say_how_to_go_on(out)}")
     dist.destroy_process_group()

@@ -33,6 +33,7 @@ from qwen3_trn.errors import UserError
 
 Format = Literal["messages", "conversations", "prompt_completion", "text"]
 TrainOn = Literal["assistant", "last", "all"]
+Long = Literal["drop", "truncate", "error"]  # what happens to a conversation that does not fit into a row
 
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
          "tool": "tool", "function": "tool", "observation": "tool"}  # fmt: skip
@@ -247,6 +248,18 @@ def template_of(tokenizer) -> str:
     return str(tokenizer.chat_template)
 
 
+def find_end_of_turn(tokenizer) -> str | None:
+    """The special token that closes an assistant's turn; None if the chat template has none, or is missing."""
+    if not tokenizer.chat_template:
+        return None
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    (conversation,) = render_batch(tokenizer, [Chat(turns, None)])
+    if isinstance(conversation, BadRecord):
+        return None
+    last = tokenizer.added_tokens_decoder.get(int(conversation.input_ids[conversation.supervised][-1]))
+    return last.content if last and last.special else None
+
+
 def _mark_pair(tokenizer, pair: Pair, train_on: TrainOn) -> _Marked:
     if not tokenizer.eos_token:
         raise UserError("the tokenizer has no eos_token, with which the `completion` of a plain pair ends.")
@@ -418,6 +431,6 @@ def _supervise(marked: _Marked, ids: list[int], encoding) -> Conversation | BadR
         supervised[token_from(start) : token_of(end)] = True
     for start, end in marked.masked:
         supervised[token_of(start) : token_from(end)] = False
-    if not supervised.any():
+    if not supervised[1:].any():  # nothing comes before the first
         return BadRecord("no token is supervised; expected an assistant turn with text, or a token that closes it.")
     return Conversation(np.array(ids, np.int32), supervised, marked.reasoning_dropped)

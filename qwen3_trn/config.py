@@ -19,6 +19,9 @@ from typing import Any, Literal
 
 import tyro
 
+from qwen3_trn.cache import BadRecords
+from qwen3_trn.chat import Long, TrainOn
+from qwen3_trn.encode import Format
 from qwen3_trn.errors import UserError
 from qwen3_trn.launch import tell_once
 
@@ -311,26 +314,27 @@ class TrainConfig:
     data: tuple[str, ...] = ("sample",)
     # Records are text ("text") or conversations ("messages", "prompt" and "completion", "conversations"). auto: as the
     # first.
-    format: Literal["auto", "text", "chat"] = "auto"
+    format: Format = "auto"
     # Turns of a conversation to learn: the assistant's, its last one, or all.
-    train_on: Literal["assistant", "last", "all"] = "assistant"
+    train_on: TrainOn = "assistant"
     # Do not learn the empty think block that the chat template puts in.
     mask_empty_think: bool = True
     # Put several documents into a row; none sees another. Else one a row, and padding.
     pack: bool = True
     # Conversations longer than --seq-len.
-    long: Literal["drop", "truncate", "error"] = "drop"
+    long: Long = "drop"
     # Records that cannot be used: stop at the first, or leave them out and count them.
-    bad_records: Literal["error", "skip"] = "error"
+    bad_records: BadRecords = "error"
     # Tokenize the data in parts while the run goes on, for data too large to be tokenized first.
     stream: bool = False
-    # Like --data: what the validation loss is of.
+    # Like --data: what the validation loss is of. Each source counts whole, whatever its weight.
     eval_data: tuple[str, ...] = ()
     # Steps from one validation to the next; 0 validates only at the end.
     eval_every: int = 100
-    # Texts, or files with one a line, that the model goes on from; with conversations, a user's turns.
+    # Texts, or .txt files with one a line, that the model goes on from; with conversations, a user's turns. Default: a
+    # piece of the data.
     prompts: tuple[str, ...] = ()
-    # Steps from one sample of --prompts to the next; 0 samples only at the end.
+    # Steps from one look at what the model writes to the next; 0 looks only at the end.
     sample_every: int = 0
     # Tokens in a row.
     seq_len: int = 512

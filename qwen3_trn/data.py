@@ -21,18 +21,18 @@ microseconds, so there is nothing to prefetch and there are no worker processes.
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from qwen3_trn.cache import TokenCache, cache_folder, open_cache, tokenize
+from qwen3_trn.chat import Long
 from qwen3_trn.errors import UserError
 from qwen3_trn.packing import Plan, Rows, build_row, plan_best_fit, plan_concatenated, plan_one_each
 from qwen3_trn.sources import find_sources
 
 __all__ = ["PackedData", "PackedSource", "Rows", "cache_folder", "find_sources", "open_cache", "tokenize"]
 
-Long = Literal["drop", "truncate", "error"]
 SCHEDULE_ROWS = 10_000  # the mix of several sources repeats after so many rows
 
 

@@ -14,8 +14,8 @@ import tyro
 
 from qwen3_trn import hub, launch
 from qwen3_trn.cache import BadRecords, TokenCache, cache_folder, open_cache, tokenize
-from qwen3_trn.chat import TrainOn
-from qwen3_trn.data import Long, PackedSource
+from qwen3_trn.chat import Long, TrainOn
+from qwen3_trn.data import PackedSource
 from qwen3_trn.encode import Format, load_tokenizer
 from qwen3_trn.sources import find_sources
 

@@ -64,7 +64,7 @@ def find_sources(data: Sequence[str]) -> list[Source]:
         return [Source(find_files([name for name, _ in entries]), 1.0)]
     without = [name for name, weight in entries if weight is None]
     if without:
-        raise UserError(f"--data {without[0]} has no weight and others have one; write {without[0]}:0.5, or none.")
+        raise UserError(f"{without[0]} has no weight and others have one; write {without[0]}:0.5, or none.")
     return [Source(find_files([name]), weight) for name, weight in entries if weight is not None]
 
 
@@ -73,7 +73,7 @@ def _split_weight(entry: str) -> tuple[str, float | None]:
     if match is None or Path(entry).exists():
         return entry, None
     if float(match[2]) == 0:
-        raise UserError(f"--data {entry}: the weight is 0; expected more. To leave a source out, remove it.")
+        raise UserError(f"{entry}: the weight is 0; expected more. To leave a source out, remove it.")
     return match[1], float(match[2])
 
 
@@ -84,7 +84,7 @@ def find_files(patterns: Sequence[str]) -> tuple[str, ...]:
     Raises UserError for a name without a file, a folder, and a kind of file that cannot be read.
     """
     if not patterns:
-        raise UserError(f"--data is empty; expected {', '.join(SUFFIXES)} files, globs, hf:NAME, or `sample`.")
+        raise UserError(f"no data is named; expected {', '.join(SUFFIXES)} files, globs, hf:NAME, or `sample`.")
     unique: dict[str, str] = {}
     for pattern in patterns:
         if pattern.startswith(HUB):
@@ -93,14 +93,14 @@ def find_files(patterns: Sequence[str]) -> tuple[str, ...]:
         path = SAMPLE if pattern == "sample" else Path(pattern).expanduser()
         if path.is_dir():
             raise UserError(
-                f"--data {pattern} is a folder; expected files or a glob, such as '{path}/*.txt'. A folder that is "
+                f"{pattern} is a folder; expected files or a glob, such as '{path}/*.txt'. A folder that is "
                 f"laid out as a dataset is named {HUB}{pattern}."
             )
         matches = [path] if path.exists() else map(Path, sorted(glob.glob(str(path), recursive=True)))
         matches = [match for match in matches if match.is_file()]
         if not matches:
             found = "no file matches this glob" if glob.has_magic(pattern) else "no such file"
-            raise UserError(f"--data {pattern}: {found}; relative paths start from {Path.cwd()}.")
+            raise UserError(f"{pattern}: {found}; relative paths start from {Path.cwd()}.")
         for file in matches:
             if not str(file).lower().endswith(SUFFIXES):
                 raise UserError(f"{file}: cannot read such files; expected {', '.join(SUFFIXES)}.")
@@ -132,7 +132,7 @@ def _load_hub(name: str, stream: bool = False):
         return datasets.load_dataset(path, config, split=split or "train")
     except Exception as error:  # datasets, its readers and the network raise a dozen kinds
         raise UserError(
-            f"--data {name} cannot be loaded: {type(error).__name__}: {error} Expected {HUB}USER/NAME[/CONFIG][:SPLIT] "
+            f"{name} cannot be loaded: {type(error).__name__}: {error} Expected {HUB}USER/NAME[/CONFIG][:SPLIT] "
             f"of the Hub, or {HUB}FOLDER[:SPLIT]; the split is train unless it is named."
         ) from error
 

@@ -87,12 +87,13 @@ def check_unchanged(args: TrainConfig, config: Qwen3Config, data: PackedData, re
     was, was_fingerprint = state["settings"], state["fingerprint"]
     changes = [
         f"--{name.replace('_', '-')} was {was[name]} and is {getattr(args, name)}"
-        for name in ("seq_len", "seed")
+        for name in ("seq_len", "seed", "stream")
         if was[name] != getattr(args, name)
     ]
     if Qwen3Config.from_pretrained(resumed) != config:
         changes.append(f"the model's config.json is another than that in {resumed}")
-    for name in was_fingerprint.keys() | data.fingerprint.keys():
+    names = was_fingerprint.keys() | data.fingerprint.keys() if was["stream"] == args.stream else ()
+    for name in sorted(names):
         old, new = was_fingerprint.get(name), data.fingerprint.get(name)
         if old == new:
             continue
@@ -156,14 +157,15 @@ def open_data(args: TrainConfig, config: Qwen3Config, tokenizer: Path) -> Packed
     return data
 
 
-def open_eval_data(args: TrainConfig, config: Qwen3Config, tokenizer: Path) -> list[PackedSource]:
-    """--eval-data, each source once and in order."""
+def open_eval_data(args: TrainConfig, config: Qwen3Config, tokenizer: Path) -> list[PackedData]:
+    """--eval-data, each source by itself: one epoch, in the order of its files."""
     if not args.eval_data:
         return []
     parts = _open_sources("eval-data", find_sources(args.eval_data), args, tokenizer, shuffle=False)
-    for part in parts:
-        _check_vocabulary(part.max_token_id, part.max_token_file, config, tokenizer)
-    return parts
+    eval_data = [PackedData([part], [1.0]) for part in parts]
+    for data in eval_data:
+        _check_vocabulary(data.max_token_id, data.max_token_file, config, tokenizer)
+    return eval_data
 
 
 def _open_sources(

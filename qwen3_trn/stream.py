@@ -27,8 +27,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from qwen3_trn.cache import BadRecords, identify, make_cache, open_cache, remove_cache
-from qwen3_trn.chat import TrainOn
-from qwen3_trn.data import Long, PackedSource, name_settings
+from qwen3_trn.chat import Long, TrainOn
+from qwen3_trn.data import PackedSource, name_settings
 from qwen3_trn.encode import Format, Part, load_tokenizer
 from qwen3_trn.errors import UserError
 from qwen3_trn.packing import Rows

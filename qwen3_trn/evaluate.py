@@ -5,6 +5,7 @@
 Every rank calls these functions, and runs the model equally often and on the same shapes.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +24,8 @@ from qwen3_trn.loss import IGNORE_INDEX
 from qwen3_trn.model import Qwen3ForCausalLM
 from qwen3_trn.parallel import reshard
 
-NEW_TOKENS = 64  # that a sample has at least, where nothing ends it
+NEW_TOKENS = 48  # that a sample has at least, where nothing ends it
+SAMPLE_LENGTHS = 64  # a sample and its prompt are as long as a multiple of this: few shapes for devices that compile
 TEMPERATURE = 0.7
 
 
@@ -71,8 +73,13 @@ def check_document_mask(
     labels = np.where(np.isin(places, [cut, seq_len - 1]), ids, IGNORE_INDEX)
     rows = np.zeros_like(ids)
     others = {"labels": labels, "positions": rows + places - cut * is_second, "document_ids": rows + is_second}
-    changed = np.where(is_second, ids, (ids + 1) % model.config.vocab_size)
-    before, after = (model.loss(**device.put(others | {"input_ids": x}))[0].item() for x in (ids, changed))
+
+    def compute_loss(input_ids: np.ndarray) -> float:
+        torch.manual_seed(0)  # a model that draws numbers, as for dropout, is to draw the same ones
+        return model.loss(**device.put(others | {"input_ids": input_ids}))[0].item()
+
+    before = compute_loss(ids)
+    after = compute_loss(np.where(is_second, ids, (ids + 1) % model.config.vocab_size))
     reshard(model)
     # Nothing should move, except by rounding where experts get other tokens beside the same ones. Random weights, which
     # leak least, moved by 2e-3 and more without the mask.
@@ -146,8 +153,8 @@ def sample_texts(
     All ranks draw the same numbers. A forward costs the same whatever the answer's length, and each rank must run as
     many as the others: so answers are cut at their stop token when all are there.
     """
-    block = np.lcm(NEW_TOKENS, tp)  # tensor parallelism cuts a row into tp parts
-    length = int(-(-(max(map(len, prompts)) + NEW_TOKENS) // block) * block)  # one shape for all prompts
+    block = math.lcm(SAMPLE_LENGTHS, tp)  # tensor parallelism cuts a row into tp parts
+    length = -(-(max(map(len, prompts)) + NEW_TOKENS) // block) * block  # one shape for all prompts
     lines = []
     for prompt in prompts:
         lines.append(f"> {_show(tokenizer, prompt)}")

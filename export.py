@@ -95,9 +95,11 @@ def export(
         needed, free = num_values * dtype.itemsize, shutil.disk_usage(unfinished).free
         if needed > free:
             raise UserError(f"{folder} needs {format_bytes(needed)}; on its disk {format_bytes(free)} are free.")
+        state = checkpoint.read_state(source)
         hf.copy_companions(source, unfinished)
+        if state.get("stop_tokens"):
+            hf.add_stop_tokens(unfinished, state["stop_tokens"])
         hf.save_hf(unfinished, config, shapes, read, dtype, max_shard_bytes, fused)
-        state = json.loads((source / "trainer.json").read_text(encoding="utf-8"))
         card = MODEL_CARD.format(
             name=folder.resolve().parent.name if folder.name == "hf" else folder.resolve().name,
             model_type=config.model_type,

@@ -24,13 +24,15 @@ from torch.optim import AdamW
 from export import export
 from qwen3_trn import checkpoint, hf, launch, plan, start
 from qwen3_trn.config import Qwen3Config, TrainConfig, parse_args, parse_size
-from qwen3_trn.data import PackedText
+from qwen3_trn.data import PackedData
 from qwen3_trn.device import Device
+from qwen3_trn.encode import load_tokenizer
 from qwen3_trn.errors import UserError
+from qwen3_trn.evaluate import check_document_mask, evaluate, find_prompt, find_stop_tokens, read_prompts, sample_texts
 from qwen3_trn.init import local_tensor
 from qwen3_trn.launch import print0
 from qwen3_trn.loss import IGNORE_INDEX
-from qwen3_trn.metrics import RunLog, format_count, write_run_files
+from qwen3_trn.metrics import RunLog, format_count, write_run_files, write_samples
 from qwen3_trn.model import PADDING_DOCUMENT, Qwen3ForCausalLM, parameter_shapes
 from qwen3_trn.moe import RouterStats, balance_loss, z_loss
 from qwen3_trn.parallel import build_mesh, build_model, check_layout
@@ -38,7 +40,7 @@ from qwen3_trn.titan import clip_grad_norm_
 
 
 def micro_batches(
-    data: PackedText, position: int, num_rows: int, micro_batch_size: int, num_ranks: int, rank: int
+    data: PackedData, position: int, num_rows: int, micro_batch_size: int, num_ranks: int, rank: int
 ) -> list[dict[str, np.ndarray]]:
     """This rank's share of the `num_rows` rows from `position` on in the data's order, a dict of [B, T] a micro-step.
 
@@ -218,17 +220,6 @@ def check_loaded(loss: float, config: Qwen3Config) -> None:
         )
 
 
-def sample_text(model: Qwen3ForCausalLM, data: PackedText, tokenizer_folder: Path, device: Device) -> str:
-    """The data's first words and how the model goes on from them, greedily. Every rank must call it."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    prompt = torch.as_tensor(data.tokens[:16].astype(np.int64)).to(device.torch_device, device.index_dtype)
-    # 64 tokens in all: sequence parallelism cuts them over the tp ranks.
-    ids = model.generate(prompt[None], max_new_tokens=64 - len(prompt))[0].tolist()
-    return f"{tokenizer.decode(ids[:16])} [...] {tokenizer.decode(ids[16:])}"
-
-
 def end_save(saver: checkpoint.Saver, on_error: str) -> None:
     """Wait for the checkpoint that is being written, if one is; every rank calls it."""
     try:
@@ -281,6 +272,10 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
         weights = hf.HFFolder(model_folder)
         weights.check(config, parameter_shapes(config))
     data = start.open_data(args, config, model_folder)
+    eval_data = start.open_eval_data(args, config, model_folder)
+    tokenizer, is_chat = load_tokenizer(model_folder), "chat" in data.fingerprint["format"]
+    prompts = launch.run_once("prompts", lambda: read_prompts(args.prompts, tokenizer, is_chat, config))
+    stop_tokens = find_stop_tokens(tokenizer, is_chat)
     if resumed:
         start.check_unchanged(args, config, data, resumed)
     settings = start.resolve(args, config, data, state["step"], state["position"])
@@ -309,17 +304,18 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
         model.init_weights(args.seed)
 
     peak_flops, peak_source = device.peak_flops(compute_dtype)
+    epochs = data.rows_per_epoch and settings.steps * args.global_batch_size / data.rows_per_epoch
+    epochs = f" = {epochs:.2f} epochs" if epochs else ""
     print0(
         f"run        {out}",
         f"model      {model_folder}: {config.model_type}, {format_count(model.num_parameters())} parameters, "
         f"{format_count(model.num_active_parameters())} in the matmuls of a token",
         f"weights    {resumed or (args.init if pretrained else f'random, seed {args.seed}')}",
-        f"data       {format_count(data.num_tokens)} tokens in {data.num_documents} documents: "
-        f"{data.rows_per_epoch} rows of {args.seq_len} an epoch",
+        *(f"data       {line}" for line in data.describe()),
+        *(f"eval data  {line}" for part in eval_data for line in part.describe()),
         f"step       {args.global_batch_size} rows = {args.global_batch_size * args.seq_len} tokens: {data_ranks} data "
         f"ranks x {num_micro_steps} micro-batches x {micro_batch_size} rows",
-        f"length     {settings.steps} steps = {settings.steps * args.global_batch_size / data.rows_per_epoch:.2f} "
-        f"epochs; {state['step']} are done",
+        f"length     {settings.steps} steps{epochs}; {state['step']} are done",
         f"rate       {settings.lr:g} to {settings.min_lr:g}, {args.schedule}, {settings.warmup_steps} warm-up steps",
         *(
             f"AdamW      {group['name']}: {len(group['params'])} tensors, "
@@ -333,25 +329,31 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
     )
 
     log = RunLog(out, settings.steps) if launch.RANK == 0 else None
+    if args.pack and not args.moe_capacity:  # with which documents do compete for room
+        check_document_mask(model, micro_batch_size, args.seq_len, device, compute_dtype)
     saver = checkpoint.Saver(out, out / "model", args.keep, saved_step=state["step"])
     state |= {"settings": dataclasses.asdict(settings), "fingerprint": data.fingerprint}
     state |= {"model": [start.name_model(args), args.revision], "commit": commit}
+    state["stop_tokens"] = stop_tokens if is_chat else None
+    if "prompt" not in state:  # a resumed run keeps it
+        state["prompt"] = find_prompt(data.row(0))
+    prompts = prompts or [state["prompt"]]
+    sample = partial(sample_texts, model, tokenizer, prompts, stop_tokens, args.seed, args.tp, device)
     stop = launch.StopFlag(args.max_minutes)
     first_step = state["step"] + 1
-    window_start, window_tokens, window_steps, save_s = time.perf_counter(), 0, 0, 0.0
+    window_start, window_tokens, window_steps, data_s, save_s = time.perf_counter(), 0, 0, 0.0, 0.0
     while state["step"] < settings.steps:
         step, position = state["step"] + 1, state["position"]
+        data_start = time.perf_counter()
         rows = micro_batches(data, position, args.global_batch_size, micro_batch_size, data_ranks, data_rank)
+        data_s += time.perf_counter() - data_start
         num_tokens, num_supervised, (stopping, save_failed) = agree(rows, args.tp, stop.is_set(), saver.has_failed())
         if save_failed:
             end_save(saver, args.on_save_error)
         if stopping:
             break
         seed_step(args.seed, step, data_rank)
-        batches = [
-            {name: torch.as_tensor(array).to(device.torch_device, device.index_dtype) for name, array in row.items()}
-            for row in rows
-        ]
+        batches = [device.put(row) for row in rows]
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, settings)
         state |= {"step": step, "position": position + args.global_batch_size}
@@ -392,7 +394,9 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
                 f"{state['position'] - 1} of the data's order. Lower --lr, or look at the data. {say_how_to_go_on(out)}"
             )
 
-        if step % args.log_every == 0 or step in (first_step, settings.steps):
+        is_last = step == settings.steps
+        evaluates = bool(eval_data) and (is_last or (args.eval_every > 0 and step % args.eval_every == 0))
+        if step % args.log_every == 0 or step == first_step or is_last or evaluates:
             device.synchronize()
             now = time.perf_counter()
             tokens_per_s = window_tokens / (now - window_start)
@@ -403,14 +407,24 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
                 "mfu": tokens_per_s * model.flops_per_token(args.seq_len) / (peak_flops * num_ranks),
                 "peak_memory_bytes": device.peak_memory(),
                 "step_time_s": (now - window_start) / window_steps,
+                "data_s": data_s,
                 "save_s": save_s,
                 "position": state["position"],
             }
+            if evaluates:
+                parts = micro_batch_size, data_ranks, data_rank, args.tp
+                values["eval_loss"] = evaluate(model, eval_data, *parts, device)
             if log:
                 log.log(step, values)
-            window_start, window_tokens, window_steps, save_s = now, 0, 0, 0.0
+            window_start, window_tokens, window_steps, data_s, save_s = time.perf_counter(), 0, 0, 0.0, 0.0
 
-        if args.save_every and step % args.save_every == 0 and step < settings.steps:
+        if args.sample_every and step % args.sample_every == 0 and not is_last:
+            sample_start, lines = time.perf_counter(), sample()
+            if log:
+                write_samples(out, step, lines)
+            window_start += time.perf_counter() - sample_start  # it is no part of a step's time
+
+        if args.save_every and step % args.save_every == 0 and not is_last:
             save_start = time.perf_counter()
             end_save(saver, args.on_save_error)
             saver.save(state, model, optimizer)
@@ -430,10 +444,9 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
     if log:
         log.close()
     if ended:
-        text = sample_text(model, data, out / "model", device)
-        print0(f"sample     {text}")
-        if launch.RANK == 0:
-            (out / "samples.txt").write_text(f"step {state['step']}: {text}\n", encoding="utf-8")
+        lines = sample()
+        if log:
+            write_samples(out, state["step"], lines)
     else:
         print0(f"stopped    after step {state['step']} of {settings.steps}. {say_how_to_go_on(out)}")
     dist.destroy_process_group()

@@ -20,6 +20,9 @@ from typing import Any, Literal
 
 import tyro
 
+from qwen3_trn.cache import BadRecords
+from qwen3_trn.chat import Long, TrainOn
+from qwen3_trn.encode import Format
 from qwen3_trn.errors import UserError
 from qwen3_trn.launch import tell_once
 
@@ -59,6 +62,7 @@ _POSITIVE = (
 _DERIVED = {"epochs": ("steps", "warmup_steps"), "steps": ("warmup_steps",), "lr": ("min_lr",)}
 _NOT_NEGATIVE = (
     *("seed", "min_lr", "warmup_steps", "weight_decay", "router_aux_loss_coef", "router_z_loss_coef", "save_every"),
+    *("eval_every", "sample_every"),
 )
 
 
@@ -308,8 +312,33 @@ class TrainConfig:
     # After loading weights, stop if the first loss is that of random ones. Off for folders of random weights.
     load_check: bool = True
 
-    # Text files or globs, .txt or .jsonl with a "text" field; "sample" is the bundled text.
+    # Files or globs of .txt, .jsonl (also .gz, .zst) or .parquet, hf:USER/NAME[/CONFIG][:SPLIT], or "sample"; several
+    # with :WEIGHT are mixed.
     data: tuple[str, ...] = ("sample",)
+    # Records are text ("text") or conversations ("messages", "prompt" and "completion", "conversations"). auto: as the
+    # first.
+    format: Format = "auto"
+    # Turns of a conversation to learn: the assistant's, its last one, or all.
+    train_on: TrainOn = "assistant"
+    # Do not learn the empty think block that the chat template puts in.
+    mask_empty_think: bool = True
+    # Put several documents into a row; none sees another. Else one a row, and padding.
+    pack: bool = True
+    # Conversations longer than --seq-len.
+    long: Long = "drop"
+    # Records that cannot be used: stop at the first, or leave them out and count them.
+    bad_records: BadRecords = "error"
+    # Tokenize the data in parts while the run goes on, for data too large to be tokenized first.
+    stream: bool = False
+    # Like --data: what the validation loss is of. Each source counts whole, whatever its weight.
+    eval_data: tuple[str, ...] = ()
+    # Steps from one validation to the next; 0 validates only at the end.
+    eval_every: int = 100
+    # Texts, or .txt files with one a line, that the model goes on from; with conversations, a user's turns. Default: a
+    # piece of the data.
+    prompts: tuple[str, ...] = ()
+    # Steps from one look at what the model writes to the next; 0 looks only at the end.
+    sample_every: int = 0
     # Tokens in a row.
     seq_len: int = 512
 

@@ -1,337 +1,206 @@
-"""Text files to packed rows of tokens.
+"""The training data as the trainer sees it: rows of tokens, asked for by their position in one endless order.
+
+    python -m qwen3_trn.data assets/tiny/sample.txt --model assets/tiny      # look at what a file becomes
 
     python - <<END
     from pathlib import Path
-    from qwen3_trn.data import PackedText, find_files, tokenize
-    cache = tokenize(find_files(["sample"]), Path("assets/tiny"), Path("/tmp/qwen3_trn"))
-    print(PackedText(cache, seq_len=64, seed=0).row(0))
+    from qwen3_trn.data import PackedData, PackedSource, find_sources, open_cache, tokenize
+    (source,) = find_sources(["sample"])
+    cache = open_cache(tokenize(source, Path("assets/tiny"), Path("/tmp/qwen3_trn")))
+    print(PackedData([PackedSource(cache, seq_len=64, seed=0)], [1.0]).batch([0]))
     END
 
-Files are tokenized once, into a folder of memory-mapped arrays that is named by a hash of the files and the tokenizer.
-Every document ends with the end-of-text token. Then, in each epoch, with rows of T tokens:
-- the documents are shuffled and their tokens concatenated; row r holds tokens [r*T, (r+1)*T) of that stream;
-- a label is the next token of the same document, even where that token starts the next row; the last token of a
-  document has no label. So every token but the first of each document is predicted exactly once;
-- positions restart at 0 with each document and with each row: a cut piece is a document of its own;
-- the rows are visited in shuffled order.
-All this is a function of files, tokenizer, T, seed and position alone: any rank can ask for any row, and a run that
-resumes needs to know nothing but its position.
+The way from --data to here: sources.py reads records, encode.py makes token ids of them (with chat.py for
+conversations), cache.py keeps these in memory-mapped arrays, and packing.py says which pieces of them each row holds.
+stream.py does all that part by part, for what is too large.
+
+The order is a function of data, tokenizer, seed and settings alone. It has no state but the position: any rank can ask
+for any row, and a run that resumes asks for the rows that come next. A row is copied out of the memory map in
+microseconds, so there is nothing to prefetch and there are no worker processes.
 """
 
 import functools
-import glob
-import hashlib
-import json
-import os
-import re
-import shutil
-import uuid
-from array import array
-from collections.abc import Iterator, Sequence
-from itertools import chain
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
+from qwen3_trn.cache import TokenCache, cache_folder, open_cache, tokenize
+from qwen3_trn.chat import Long
 from qwen3_trn.errors import UserError
-from qwen3_trn.folders import publish
-from qwen3_trn.loss import IGNORE_INDEX
-from qwen3_trn.model import PADDING_DOCUMENT
+from qwen3_trn.packing import Plan, Rows, build_row, plan_best_fit, plan_concatenated, plan_one_each
+from qwen3_trn.sources import find_sources
 
-END_OF_TEXT = "<|endoftext|>"
-SAMPLE = Path(__file__).parent.parent / "assets" / "tiny" / "sample.txt"
+__all__ = ["PackedData", "PackedSource", "Rows", "cache_folder", "find_sources", "open_cache", "tokenize"]
 
-CACHE_FORMAT = 2  # raise it when the same files and tokenizer come to give another cache
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "added_tokens.json")
-PIECE_CHARS = 1 << 16  # a longer document is tokenized in pieces, which bounds memory and uses all cores
-BATCH_CHARS = 1 << 22
+SCHEDULE_ROWS = 10_000  # the mix of several sources repeats after so many rows
 
 
-def cache_folder() -> Path:
-    """Where tokenized files are kept: $QWEN3_TRN_CACHE, or qwen3_trn in the user's cache folder."""
-    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("QWEN3_TRN_CACHE") or user_cache / "qwen3_trn")
+class PackedSource:
+    """The rows of one cache: epoch after epoch, each with every row once.
 
+    The rows of texts are cut anew in each epoch, from another order of the documents. Conversations are packed once,
+    and an epoch is another order of the same rows. Without `shuffle`, for evaluation, there is one epoch, in the
+    cache's order; the rows after it are all padding, so that ranks can share any number of rows evenly.
 
-# --- files to documents ---
-
-
-def find_files(patterns: Sequence[str]) -> list[Path]:
-    """The .txt and .jsonl files that `patterns` name: files, globs, or `sample` for the bundled text.
-
-    Globs are expanded in sorted order, and a file that is named twice is used once.
-    Raises UserError for a name without a file, a folder, and any other kind of file.
+    pack: several documents a row, else one. long: what happens to conversations of more than `seq_len` tokens: drop,
+    truncate, or error. Raises UserError if conversations are too long, or all are.
     """
-    files: list[Path] = []
-    for pattern in patterns:
-        path = SAMPLE if pattern == "sample" else Path(pattern).expanduser()
-        if path.is_dir():
-            raise UserError(f"--data {pattern} is a folder; expected files or a glob, such as '{path}/*.txt'.")
-        matches = [path] if path.exists() else map(Path, sorted(glob.glob(str(path), recursive=True)))
-        matches = [match for match in matches if match.is_file()]
-        if not matches:
-            found = "no file matches this glob" if glob.has_magic(pattern) else "no such file"
-            raise UserError(f"--data {pattern}: {found}; relative paths start from {Path.cwd()}.")
-        files += matches
-    if not files:
-        raise UserError("--data is empty; expected .txt or .jsonl files, globs, or `sample`.")
-    unique: dict[Path, Path] = {}
-    for file in files:
-        if file.suffix.lower() not in (".txt", ".jsonl"):
-            raise UserError(f"{file}: cannot read {file.suffix!r} files; expected .txt, or .jsonl with a `text` field.")
-        unique.setdefault(file.resolve(), file)
-    return list(unique.values())
 
-
-def _read_lines(file: Path, progress: tqdm) -> Iterator[tuple[int, str]]:
-    """Each line's number, from 1, and its text with the line break."""
-    offset = 0
-    with open(file, "rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                found = f"byte 0x{line[error.start]:02x} at offset {offset + error.start}"
-                raise UserError(f"{file}:{number}: not UTF-8: {found}. Convert the file to UTF-8.") from error
-            yield number, text
-            offset += len(line)
-            progress.update(len(line))
-    if offset == 0:
-        raise UserError(f"{file} is empty; expected text.")
-
-
-def _read_txt(file: Path, progress: tqdm) -> Iterator[tuple[str, bool]]:
-    """One document, or several, each ended by a line that holds only <|endoftext|>.
-
-    Blank lines before a document, and line breaks after it, do not belong to it. A long document comes in pieces, cut
-    before a line that starts with a letter or digit: Qwen's tokenizer has no token across such a cut, so the ids are
-    those of the whole document.
-    """
-    lines: list[str] = []
-    num_chars = 0
-    for _, line in _read_lines(file, progress):
-        if line.strip() == END_OF_TEXT:
-            yield "".join(lines).rstrip("\r\n"), True
-            lines, num_chars = [], 0
-            continue
-        if num_chars > PIECE_CHARS and line[0].isalnum():
-            yield "".join(lines), False
-            lines, num_chars = [], 0
-        if lines or line.strip():
-            lines.append(line)
-            num_chars += len(line)
-    yield "".join(lines).rstrip("\r\n"), True
-
-
-def _read_jsonl(file: Path, progress: tqdm) -> Iterator[tuple[str, bool]]:
-    """The `text` of the JSON object on each line, as it is. Blank lines are skipped."""
-    for number, line in _read_lines(file, progress):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line.rstrip())
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"{file}:{number}: not JSON: {error.msg} (column {error.colno}); expected one object a line."
-            ) from error
-        text = record.get("text") if isinstance(record, dict) else None
-        if not isinstance(text, str):
-            raise UserError(f"{file}:{number}: expected an object with a string `text`; found {line.strip()[:80]}")
-        if half := re.search("[\ud800-\udfff]", text):
-            raise UserError(f"{file}:{number}: `text` holds {half[0]!a}, half a surrogate pair. Remove it.")
-        yield text, True
-
-
-def _read_batches(file: Path, progress: tqdm) -> Iterator[list[tuple[str, bool]]]:
-    """Batches of (text, whether a document ends with it). Documents of nothing but white space are skipped."""
-    read = _read_jsonl if file.suffix.lower() == ".jsonl" else _read_txt
-    batch: list[tuple[str, bool]] = []
-    num_chars, is_blank = 0, True
-    for text, ends_document in read(file, progress):
-        if not text.strip():
-            continue
-        is_blank = False
-        batch.append((text, ends_document))
-        num_chars += len(text)
-        if num_chars > BATCH_CHARS:
-            yield batch
-            batch, num_chars = [], 0
-    if is_blank:
-        raise UserError(f"{file} holds nothing but white space; expected text.")
-    if batch:
-        yield batch
-
-
-# --- documents to a cache of tokens ---
-
-
-def tokenize(files: Sequence[Path], tokenizer_dir: Path, cache_dir: Path) -> Path:
-    """The folder `cache_dir`/KEY with the tokens of `files`, made now unless these contents already have one.
-
-    It holds tokens.bin, int32 [num_tokens]; document_offsets.bin, int64 [num_documents + 1]; and meta.json. It appears
-    only when complete. A special token that is spelled out in a text becomes that token.
-    Raises UserError for files or a tokenizer that cannot be read. One process calls this; the others wait for it.
-    """
-    fingerprint = {"data": _hash_files(files, by_name=False), "tokenizer": _hash_tokenizer(tokenizer_dir)}
-    key = hashlib.sha256(json.dumps([CACHE_FORMAT, fingerprint]).encode()).hexdigest()[:32]
-    cache = cache_dir / key
-    if cache.exists():
-        return cache
-    tokenizer, end_of_text = _load_tokenizer(tokenizer_dir)
-    partial = cache_dir / f"partial-{key}-{uuid.uuid4().hex}"
-    partial.mkdir(parents=True)
-    try:
-        meta = {"fingerprint": fingerprint, **_write_tokens(files, tokenizer, end_of_text, partial)}
-        (partial / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-        try:
-            publish(partial, cache)
-        except OSError:
-            if not cache.exists():  # if it does, another process was first, with the same contents
-                raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # no longer there after the rename
-    return cache
-
-
-def _hash_tokenizer(folder: Path) -> str:
-    files = [folder / name for name in TOKENIZER_FILES if (folder / name).exists()]
-    if not {"tokenizer.json", "vocab.json"} & {file.name for file in files}:
-        raise UserError(f"{folder} holds no tokenizer; expected tokenizer.json and tokenizer_config.json.")
-    return _hash_files(files, by_name=True)
-
-
-def _hash_files(files: Sequence[Path], by_name: bool) -> str:
-    """Of their contents, and their names or only their kinds."""
-    digest = hashlib.sha256()
-    for file in files:
-        with open(file, "rb") as content:
-            name = file.name if by_name else file.suffix.lower()
-            digest.update(f"{name} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode())
-    return digest.hexdigest()
-
-
-def _load_tokenizer(folder: Path):
-    """The tokenizer, and the id of its end-of-text token."""
-    from transformers import AutoTokenizer  # here, because it takes seconds
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # whatever a damaged file makes transformers raise
-        raise UserError(f"the tokenizer in {folder} cannot be loaded: {error!r}.") from error
-    end_of_text = tokenizer.get_vocab().get(END_OF_TEXT, tokenizer.eos_token_id)
-    if end_of_text is None:
-        raise UserError(f"the tokenizer in {folder} has neither {END_OF_TEXT} nor an eos_token to end documents with.")
-    return tokenizer, end_of_text
-
-
-def _write_tokens(files: Sequence[Path], tokenizer, end_of_text: int, folder: Path) -> dict[str, Any]:
-    """Write tokens.bin and document_offsets.bin; returns their counts and the largest token id."""
-    offsets = array("q", [0])
-    num_tokens, max_token_id, max_token_file = 0, -1, ""
-    num_bytes = sum(file.stat().st_size for file in files)
-    with (
-        open(folder / "tokens.bin", "wb") as output,
-        tqdm(total=num_bytes, unit="B", unit_scale=True, desc="Tokenizing", disable=None) as progress,
+    def __init__(
+        self,
+        cache: TokenCache,
+        seq_len: int,
+        seed: int,
+        pack: bool = True,
+        long: Long = "drop",
+        shuffle: bool = True,
     ):
-        for file in files:
-            for batch in _read_batches(file, progress):
-                texts = [text for text, _ in batch]
-                encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-                for ids, (_, ends_document) in zip(encoded.input_ids, batch, strict=True):
-                    if ends_document:
-                        ids.append(end_of_text)
-                    num_tokens += len(ids)
-                    if ends_document:
-                        offsets.append(num_tokens)
-                tokens = np.fromiter(chain.from_iterable(encoded.input_ids), np.int32)
-                tokens.tofile(output)
-                if tokens.max() > max_token_id:
-                    max_token_id, max_token_file = int(tokens.max()), str(file)
-    (folder / "document_offsets.bin").write_bytes(offsets.tobytes())
-    return {
-        "num_tokens": num_tokens,
-        "num_documents": len(offsets) - 1,
-        "max_token_id": max_token_id,
-        "max_token_file": max_token_file,
-    }
+        self.cache, self.seq_len, self.seed, self.shuffle = cache, seq_len, seed, shuffle
+        self.is_chat = cache.supervised is not None
+        self.max_token_id: int = cache.meta["max_token_id"]
+        self.max_token_file: str = cache.meta["max_token_file"]
+        self.fingerprint: dict[str, str] = cache.meta["fingerprint"] | name_settings(pack, long, self.is_chat)
+        self.num_documents = len(cache.offsets) - 1
+        documents = _choose_documents(cache, seq_len, long) if self.is_chat else np.arange(self.num_documents)
+        self.num_dropped = self.num_documents - len(documents)
+        self.num_truncated = int((np.diff(cache.offsets)[documents] > seq_len).sum()) if self.is_chat else 0
+        self._fixed_plan: Plan | None = None
+        if not pack:
+            self._fixed_plan = plan_one_each(cache.offsets, documents, seq_len, cut=not self.is_chat)
+        elif self.is_chat:
+            self._fixed_plan = plan_best_fit(cache.offsets, documents[self._permute(len(documents), 0, 0)], seq_len)
+        self._plan_epoch = functools.lru_cache(maxsize=2)(self._make_plan)
+        first = self._plan_epoch(0)[0]
+        self.rows_per_epoch = len(first.rows) - 1
+        self.fill_rate = first.lengths.sum() / max(1, self.rows_per_epoch * seq_len)
+
+    def row(self, position: int) -> Rows:
+        """The row at position 0, 1, 2, ..., int32 [T]. Position p is in epoch p // rows_per_epoch."""
+        if not self.shuffle:
+            return build_row(self.cache, self._plan_epoch(0)[0], position, self.seq_len)
+        epoch, index = divmod(position, self.rows_per_epoch)
+        plan, order = self._plan_epoch(epoch)
+        return build_row(self.cache, plan, order[index], self.seq_len)
+
+    def _make_plan(self, epoch: int) -> tuple[Plan, np.ndarray]:
+        """The epoch's plan, and the order in which its rows are visited."""
+        order = self._permute(self.num_documents, epoch, 0)
+        plan = self._fixed_plan or plan_concatenated(self.cache.offsets, order, self.seq_len)
+        return plan, self._permute(len(plan.rows) - 1, epoch, 1)
+
+    def describe(self) -> list[str]:
+        """Lines for the console: what the source is, and what was left out of it."""
+        meta, documents = self.cache.meta, "conversations" if self.is_chat else "documents"
+        lines = [
+            f"{meta['num_tokens']:,} tokens in {self.num_documents:,} {documents}: {self.rows_per_epoch:,} rows of "
+            f"{self.seq_len} an epoch, {self.fill_rate:.1%} full"
+        ]
+        if meta["num_bad"]:
+            lines.append(f"warning: {meta['num_bad']:,} bad records are left out, as {meta['bad_examples'][0]}")
+        if self.num_truncated:
+            lines.append(f"warning: {self.num_truncated:,} conversations are cut to {self.seq_len} tokens")
+        if self.num_dropped:
+            why = ", and have nothing to learn from in the first" if self.num_truncated else ""
+            lines.append(
+                f"warning: {self.num_dropped:,} conversations exceed {self.seq_len} tokens{why}; they are left out"
+            )
+        if meta["num_reasoning_dropped"]:
+            lines.append(
+                f"warning: the chat template dropped the reasoning of supervised turns in "
+                f"{meta['num_reasoning_dropped']:,} conversations; --train-on last trains on turns that keep it"
+            )
+        return lines
+
+    def _permute(self, size: int, *seeds: int) -> np.ndarray:
+        return _permutation(size, self.seed, *seeds) if self.shuffle else np.arange(size)
 
 
-# --- tokens to packed rows ---
+class PackedData:
+    """The rows of one source, or of several in a fixed mix. Every row comes from one source.
 
-
-class Rows(NamedTuple):
-    """int32 arrays, [T] for one row or [B, T] for several."""
-
-    input_ids: np.ndarray  # 0 at padding
-    labels: np.ndarray  # already shifted: the token after input_ids[t], or IGNORE_INDEX
-    positions: np.ndarray  # from 0 in each piece of a document; padding is a piece of its own
-    document_ids: np.ndarray  # 0, 1, 2, ... in each row; PADDING_DOCUMENT at padding
-
-
-class PackedText:
-    """The rows of a cache that `tokenize` made, in an endless order of shuffled epochs. Rules: the file's docstring.
-
-    Only an epoch's last row, in the order before the shuffle, can hold padding.
+    sources: each a `PackedSource` or a `stream.StreamedSource`. weights: the share of the rows that each gives.
     """
 
-    def __init__(self, cache: Path, seq_len: int, seed: int):
-        meta = json.loads((cache / "meta.json").read_text())
-        self.fingerprint: dict[str, str] = meta["fingerprint"]  # of all that decides the rows, beside seq_len and seed
-        self.num_tokens: int = meta["num_tokens"]
-        self.num_documents: int = meta["num_documents"]
-        self.max_token_id: int = meta["max_token_id"]
-        self.max_token_file: str = meta["max_token_file"]  # the file that holds max_token_id
-        self.seq_len = seq_len
-        self.seed = seed
-        self.rows_per_epoch = -(-self.num_tokens // seq_len)
-        self.tokens = np.memmap(cache / "tokens.bin", np.int32, "r", shape=(self.num_tokens,))
-        self._offsets = np.fromfile(cache / "document_offsets.bin", np.int64)
-        self._plan = functools.lru_cache(maxsize=2)(self._make_plan)
+    def __init__(self, sources: Sequence[Any], weights: Sequence[float]):
+        self.sources = sources
+        sizes = [source.rows_per_epoch for source in sources]
+        self.rows_per_epoch: int | None = None if None in sizes else sum(sizes)  # None: a stream is among them
+        largest = max(sources, key=lambda source: source.max_token_id)
+        self.max_token_id: int = largest.max_token_id
+        self.max_token_file: str = largest.max_token_file  # the file that holds max_token_id
+        # Named facts that the order of rows depends on, beside seq_len and seed. A run that resumes compares them.
+        names = {name: None for source in sources for name in source.fingerprint}
+        self.fingerprint: dict[str, str] = {
+            name: ", ".join(source.fingerprint.get(name, "-") for source in sources) for name in names
+        }
+        self.fingerprint["weights"] = ", ".join(f"{weight / sum(weights):g}" for weight in weights)
+
+        self._schedule = make_schedule(weights)
+        self._counts = np.bincount(self._schedule)
+        self._turns = np.empty_like(self._schedule)  # the how-manieth row of its source each of the schedule's is
+        for index, count in enumerate(self._counts):
+            self._turns[self._schedule == index] = np.arange(count)
 
     def batch(self, positions: Sequence[int]) -> Rows:
         """The rows at these global positions, int32 [B, T]."""
         return Rows(*map(np.stack, zip(*map(self.row, positions), strict=True)))
 
     def row(self, position: int) -> Rows:
-        """The row at global position 0, 1, 2, ..., int32 [T]. Position p is in epoch p // rows_per_epoch."""
-        epoch, index = divmod(position, self.rows_per_epoch)
-        document_order, starts, row_order = self._plan(epoch)
-        begin = row_order[index] * self.seq_len
-        end = min(begin + self.seq_len, self.num_tokens)
+        """The row at global position 0, 1, 2, ..., int32 [T]."""
+        period, index = divmod(position, len(self._schedule))
+        source = self._schedule[index]
+        return self.sources[source].row(int(period * self._counts[source] + self._turns[index]))
 
-        # The row holds tokens begin to end - 1 of the epoch's stream, from the stream's documents first to last - 1.
-        first = np.searchsorted(starts, begin, side="right") - 1
-        last = np.searchsorted(starts, end, side="left")
-        starts, stops = starts[first:last], starts[first + 1 : last + 1]
-        stream = np.arange(begin, end)
-        document_ids = np.searchsorted(starts, stream, side="right") - 1
-        shifts = self._offsets[document_order[first:last]] - starts  # from the stream to the cache
-        source = stream + shifts[document_ids]
+    def describe(self) -> list[str]:
+        """Lines for the console: what the data is, and what was left out of it."""
+        return [line for source in self.sources for line in source.describe()]
 
-        is_last = stream + 1 == stops[document_ids]
-        length = end - begin
-        row = Rows(
-            input_ids=np.zeros(self.seq_len, np.int32),
-            labels=np.full(self.seq_len, IGNORE_INDEX, np.int32),
-            positions=np.arange(-length, self.seq_len - length, dtype=np.int32),
-            document_ids=np.full(self.seq_len, PADDING_DOCUMENT, np.int32),
+
+def name_settings(pack: bool, long: Long, is_chat: bool) -> dict[str, str]:
+    """The settings that the order of a source's rows depends on, for its fingerprint; `long` is about conversations."""
+    return {"pack": str(pack)} | ({"long": long} if is_chat else {})
+
+
+def make_schedule(weights: Sequence[float]) -> np.ndarray:
+    """The source of each row, int64 [about SCHEDULE_ROWS], the rows of each source evenly spread."""
+    shares = np.array(weights) / np.sum(weights)
+    counts = np.maximum(1, np.round(shares * SCHEDULE_ROWS)).astype(int) if len(weights) > 1 else np.ones(1, int)
+    sources = np.repeat(np.arange(len(weights)), counts)
+    times = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
+    return sources[np.argsort(times, kind="stable")]
+
+
+def _choose_documents(cache: TokenCache, seq_len: int, long: Long) -> np.ndarray:
+    """The conversations that are trained on, int64. Those of more than `seq_len` tokens are treated as `long` says."""
+    lengths = np.diff(cache.offsets)
+    too_long = np.flatnonzero(lengths > seq_len)
+    if long == "error" and len(too_long):
+        raise UserError(
+            f"{len(too_long)} of {len(lengths)} conversations are longer than --seq-len {seq_len}; the longest has "
+            f"{lengths.max()} tokens. Raise --seq-len, or say --long drop or --long truncate."
         )
-        row.input_ids[:length] = self.tokens[source]
-        row.labels[:length] = np.where(is_last, IGNORE_INDEX, self.tokens[source + ~is_last])
-        row.positions[:length] = stream - np.maximum(starts, begin)[document_ids]
-        row.document_ids[:length] = document_ids
-        return row
-
-    def _make_plan(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The epoch's order of documents, where each starts in the stream (and the stream's end), the order of rows."""
-        document_order = _permutation(self.num_documents, self.seed, epoch, 0)
-        lengths = np.diff(self._offsets)[document_order]
-        starts = np.concatenate([[0], np.cumsum(lengths)])
-        return document_order, starts, _permutation(self.rows_per_epoch, self.seed, epoch, 1)
+    dropped = too_long
+    if long == "truncate":
+        assert cache.supervised is not None
+        begins = cache.offsets[too_long]
+        dropped = too_long[[not cache.supervised[b + 1 : b + 1 + seq_len].any() for b in begins]]
+    documents = np.setdiff1d(np.arange(len(lengths)), dropped)
+    if len(lengths) and not len(documents):
+        advice = "say --long truncate" if long == "drop" else "their first tokens have nothing to learn from"
+        raise UserError(
+            f"all {len(lengths)} conversations are longer than --seq-len {seq_len}; the shortest has {lengths.min()} "
+            f"tokens. Raise --seq-len, or {advice}."
+        )
+    return documents
 
 
 def _permutation(size: int, *seeds: int) -> np.ndarray:
     """By sorting raw random bits, which numpy keeps from version to version (it does not promise that for shuffle)."""
     return np.argsort(np.random.PCG64(seeds).random_raw(size), kind="stable")
+
+
+if __name__ == "__main__":
+    from qwen3_trn.inspect_data import main
+
+    main()

@@ -11,6 +11,7 @@ import resource
 import time
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -48,6 +49,10 @@ class Device:
     def index_dtype(self) -> torch.dtype:
         """neuron has no 64-bit integers, and gathers by int32 many times faster."""
         return torch.int32 if self.type == "neuron" else torch.int64
+
+    def put(self, arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        """Integers of the host as tensors of `index_dtype` on the device."""
+        return {name: torch.as_tensor(array).to(self.torch_device, self.index_dtype) for name, array in arrays.items()}
 
     def start(self, local_rank: int, local_world_size: int) -> None:
         """Take this process's device (after the process group is up), or its share of the CPU's cores."""

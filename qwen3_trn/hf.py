@@ -284,6 +284,19 @@ def copy_companions(source: Path, target: Path) -> None:
             shutil.copyfile(source / name, target / name)
 
 
+def add_stop_tokens(folder: Path, ids: list[int]) -> None:
+    """Let generation_config.json, made if it is missing, stop at these tokens beside those it stops at."""
+    path = folder / "generation_config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise UserError(f"{path.name} is not JSON: {error}. Mend it, or remove it to have one made.") from error
+    old = config.get("eos_token_id")
+    old = [] if old is None else old if isinstance(old, list) else [old]
+    config["eos_token_id"] = list(dict.fromkeys([*ids, *old]))
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
 def list_some(items: list[str], most: int = 8) -> str:
     """ "a, b, and 3 more"."""
     return ", ".join(items[:most]) + (f", and {len(items) - most} more" if len(items) > most else "")

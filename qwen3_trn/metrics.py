@@ -26,6 +26,7 @@ VERSIONS_OF = ("torch", "torchtitan", "transformers", "safetensors", "numpy")
 # The console's columns, in order; a step shows those it has. Lists hold one number a MoE layer.
 COLUMNS: dict[str, Callable[[Any], str]] = {
     "loss": lambda loss: f"loss {loss:7.4f}",
+    "eval_loss": lambda loss: f"eval {loss:7.4f}",
     "grad_norm": lambda norm: f"grad {norm:7.3f}",
     "lr": lambda lr: f"lr {lr:.2e}",
     "tokens_per_s": lambda rate: f"{format_count(rate):>6} tok/s",
@@ -99,6 +100,15 @@ class RunLog:
         self.tensorboard = SummaryWriter(self.out / "tensorboard", purge_step=first_step)
 
 
+def write_samples(out: Path, step: int, lines: list[str]) -> None:
+    """Print a step's samples, and put them into OUT/samples.txt in place of those from this step on."""
+    print(*(f"sample     {line}" for line in lines), sep="\n", flush=True)
+    path = out / "samples.txt"
+    blocks = path.read_text(encoding="utf-8").split("\n\n")[:-1] if path.exists() else []
+    kept = [block for block in blocks if int(block.split("\n")[0].removeprefix("step ")) < step]
+    _write_atomically(path, "".join(f"{block}\n\n" for block in [*kept, "\n".join([f"step {step}", *lines])]))
+
+
 def draw_loss(out: str | Path) -> None:
     """Draw OUT/loss.png, loss and learning rate over steps, from OUT/metrics.jsonl."""
     import numpy as np
@@ -114,6 +124,11 @@ def draw_loss(out: str | Path) -> None:
         axes.plot(steps, values, linewidth=1.2, marker="." if len(steps) < 60 else None)
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
+    evaluated = [record for record in records if record.get("eval_loss") is not None]
+    if evaluated:
+        steps = [record["step"] for record in evaluated]
+        loss_axes.plot(steps, [record["eval_loss"] for record in evaluated], marker="o", label="validation")
+        loss_axes.legend()
     loss_axes.set_title(out.resolve().name, parse_math=False)
     lr_axes.set_xlabel("step")
     figure.savefig(out / "loss.png", dpi=120)

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -259,3 +259,14 @@ def apply_fsdp(model: Qwen3ForCausalLM, dims: ParallelDims, compute_dtype: torch
     # FSDP gathers weights around `forward`; a method that is called instead of it must be named.
     register_fsdp_forward_method(model, "loss")
     register_fsdp_forward_method(model, "loss_terms")
+
+
+def reshard(model: nn.Module) -> None:
+    """Give back the weights that FSDP keeps gathered after a forward: the root's, until a backward comes.
+
+    After a forward without one this must be called, or what reads the parameters next finds whole tensors, which are
+    not those that the optimizer knows.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -10,12 +10,16 @@ import dataclasses
 import fcntl
 from io import TextIOBase
 from pathlib import Path
+from typing import Any
 
 from qwen3_trn import checkpoint, hub, launch
+from qwen3_trn.cache import cache_folder, open_cache, tokenize
 from qwen3_trn.config import Qwen3Config, TrainConfig
-from qwen3_trn.data import PackedText, cache_folder, find_files, tokenize
+from qwen3_trn.data import PackedData, PackedSource
 from qwen3_trn.errors import UserError
 from qwen3_trn.launch import print0
+from qwen3_trn.sources import Source, find_sources
+from qwen3_trn.stream import StreamedSource
 
 TINY = Path(__file__).parent.parent / "assets" / "tiny"
 
@@ -77,21 +81,28 @@ def name_model(args: TrainConfig) -> str:
     return args.model or (str(TINY) if args.init == "random" else "Qwen/Qwen3-0.6B")
 
 
-def check_unchanged(args: TrainConfig, config: Qwen3Config, data: PackedText, resumed: Path) -> None:
+def check_unchanged(args: TrainConfig, config: Qwen3Config, data: PackedData, resumed: Path) -> None:
     """Raises UserError if the checkpoint is of another model, or its rows would be others from here on."""
     state = checkpoint.read_state(resumed)
-    was = state["settings"]
+    was, was_fingerprint = state["settings"], state["fingerprint"]
     changes = [
         f"--{name.replace('_', '-')} was {was[name]} and is {getattr(args, name)}"
-        for name in ("seq_len", "seed")
+        for name in ("seq_len", "seed", "stream")
         if was[name] != getattr(args, name)
     ]
     if Qwen3Config.from_pretrained(resumed) != config:
         changes.append(f"the model's config.json is another than that in {resumed}")
-    if state["fingerprint"]["tokenizer"] != data.fingerprint["tokenizer"]:
-        changes.append(f"the tokenizer is another than that in {resumed}")
-    if state["fingerprint"]["data"] != data.fingerprint["data"]:
-        changes.append(f"the contents of the data: --data was {' '.join(was['data'])} and is {' '.join(args.data)}")
+    names = was_fingerprint.keys() | data.fingerprint.keys() if was["stream"] == args.stream else ()
+    for name in sorted(names):
+        old, new = was_fingerprint.get(name), data.fingerprint.get(name)
+        if old == new:
+            continue
+        if name == "tokenizer":
+            changes.append(f"the tokenizer is another than that in {resumed}")
+        elif name == "data":
+            changes.append(f"the contents of the data: --data was {' '.join(was['data'])} and is {' '.join(args.data)}")
+        else:
+            changes.append(f"{name} of the data was {old} and is {new}")
     if changes:
         raise UserError(
             f"{resumed} cannot be gone on with, because what it was trained on has changed: {'; '.join(changes)}. "
@@ -128,26 +139,65 @@ def split_batch(args: TrainConfig, data_ranks: int) -> tuple[int, int]:
     return micro_batch_size, num_micro_steps
 
 
-def open_data(args: TrainConfig, config: Qwen3Config, tokenizer: Path) -> PackedText:
-    """Tokenise --data once a node, into a cache that later runs share, and open it as packed rows."""
-    files = find_files(args.data)
-    cache = launch.run_once("tokenize", lambda: str(tokenize(files, tokenizer, cache_folder())), per_node=True)
-    data = PackedText(Path(cache), args.seq_len, args.seed)
-    if data.max_token_id >= config.vocab_size:
-        raise UserError(
-            f"token id {data.max_token_id}, in {data.max_token_file}, is beyond the model's vocabulary of "
-            f"{config.vocab_size} rows: the tokenizer in {tokenizer} is not this model's."
-        )
+def open_data(args: TrainConfig, config: Qwen3Config, tokenizer: Path) -> PackedData:
+    """Tokenise --data once a node, into a cache that later runs share, and open it as packed rows.
+
+    With --stream, parts of it are tokenised while they are needed.
+    """
+    sources = find_sources(args.data)
+    if args.stream:
+        settings = (args.seq_len, args.seed, args.pack, args.long, args.format, args.train_on, args.mask_empty_think)
+        parts: list[Any] = [
+            StreamedSource(source, tokenizer, cache_folder(), *settings, args.bad_records) for source in sources
+        ]
+    else:
+        parts = _open_sources("data", sources, args, tokenizer, shuffle=True)
+    data = PackedData(parts, [source.weight for source in sources])
+    _check_vocabulary(data.max_token_id, data.max_token_file, config, tokenizer)
     return data
 
 
-def resolve(args: TrainConfig, config: Qwen3Config, data: PackedText, step: int = 0, position: int = 0) -> TrainConfig:
+def open_eval_data(args: TrainConfig, config: Qwen3Config, tokenizer: Path) -> list[PackedData]:
+    """--eval-data, each source by itself: one epoch, in the order of its files."""
+    if not args.eval_data:
+        return []
+    parts = _open_sources("eval-data", find_sources(args.eval_data), args, tokenizer, shuffle=False)
+    eval_data = [PackedData([part], [1.0]) for part in parts]
+    for data in eval_data:
+        _check_vocabulary(data.max_token_id, data.max_token_file, config, tokenizer)
+    return eval_data
+
+
+def _open_sources(
+    name: str, sources: list[Source], args: TrainConfig, tokenizer: Path, shuffle: bool
+) -> list[PackedSource]:
+    settings = args.format, args.train_on, args.mask_empty_think, args.bad_records
+    caches = launch.run_once(
+        name, lambda: [str(tokenize(source, tokenizer, cache_folder(), *settings)) for source in sources], per_node=True
+    )
+    return [
+        PackedSource(open_cache(Path(cache)), args.seq_len, args.seed, args.pack, args.long, shuffle)
+        for cache in caches
+    ]
+
+
+def _check_vocabulary(max_token_id: int, file: str, config: Qwen3Config, tokenizer: Path) -> None:
+    if max_token_id >= config.vocab_size:
+        raise UserError(
+            f"token id {max_token_id}, in {file}, is beyond the model's vocabulary of {config.vocab_size} rows: the "
+            f"tokenizer in {tokenizer} is not this model's."
+        )
+
+
+def resolve(args: TrainConfig, config: Qwen3Config, data: PackedData, step: int = 0, position: int = 0) -> TrainConfig:
     """Fill in the settings whose default depends on something: what is printed, saved and used from here on.
 
     step, position: where a resumed run stands, in steps and in rows.
     """
     steps = args.steps or 200
     if args.epochs is not None:
+        if data.rows_per_epoch is None:
+            raise UserError("--epochs needs to know how many rows there are, which --stream does not; give --steps.")
         steps = step + max(
             0 if step else 1, round((args.epochs * data.rows_per_epoch - position) / args.global_batch_size)
         )

@@ -1,31 +1,26 @@
-"""The data path against slow, plain references: python -m pytest tests/test_data.py"""
+"""The order of rows: python -m pytest tests/test_data.py"""
 
 import contextlib
-import itertools
 import json
 import logging
-import os
 import re
 import runpy
-import shutil
-import subprocess
-import sys
 import unicodedata
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qwen3_trn import data
-from qwen3_trn.data import PADDING_DOCUMENT, PackedText, find_files, tokenize
+from qwen3_trn import data, inspect_data
+from qwen3_trn.cache import open_cache
+from qwen3_trn.data import PackedData, PackedSource, Rows, make_schedule
 from qwen3_trn.errors import UserError
 from qwen3_trn.loss import IGNORE_INDEX
-
-ROOT = Path(__file__).parent.parent
-TINY = ROOT / "assets" / "tiny"
+from qwen3_trn.model import PADDING_DOCUMENT
+from tests.caches import make_cache, number_tokens, write_cache
+from tests.common import REPO, TINY, run_python
 
 
 @pytest.fixture(scope="session")
@@ -35,398 +30,287 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(TINY)
 
 
-def write_cache(folder: Path, documents: list[list[int]]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    np.concatenate(documents).astype(np.int32).tofile(folder / "tokens.bin")
-    offsets = np.cumsum([0] + [len(document) for document in documents])
-    offsets.astype(np.int64).tofile(folder / "document_offsets.bin")
-    meta = {
-        "key": "test",
-        "num_tokens": int(offsets[-1]),
-        "num_documents": len(documents),
-        "max_token_id": max(map(max, documents)),
-        "max_token_file": "test.txt",
-    }
-    (folder / "meta.json").write_text(json.dumps(meta))
-    return folder
+def make_chats(lengths: list[int]):
+    """Conversations of these lengths in which every token occurs once and all but the first are supervised."""
+    return make_cache(number_tokens(lengths), [[False, *[True] * (length - 1)] for length in lengths])
 
 
-def number_tokens(lengths: list[int]) -> list[list[int]]:
-    """Documents of these lengths in which every token id occurs once, from 1."""
-    ends = np.cumsum(lengths)
-    return [list(range(end - length + 1, end + 1)) for length, end in zip(lengths, ends.tolist(), strict=True)]
+def open_source(cache, seq_len: int, seed: int = 0, pack=True, long="drop", shuffle=True) -> PackedSource:
+    return PackedSource(cache, seq_len, seed, pack, long, shuffle)
 
 
-def read_cache(cache: Path) -> list[list[int]]:
-    tokens = np.fromfile(cache / "tokens.bin", np.int32).tolist()
-    offsets = np.fromfile(cache / "document_offsets.bin", np.int64).tolist()
-    return [tokens[begin:end] for begin, end in itertools.pairwise(offsets)]
+def read_rows(source, positions) -> Rows:
+    return Rows(*map(np.stack, zip(*map(source.row, positions), strict=True)))
 
 
-def epoch_rows(packed: PackedText, epoch: int) -> data.Rows:
-    return packed.batch(range(epoch * packed.rows_per_epoch, (epoch + 1) * packed.rows_per_epoch))
+def epoch_rows(source: PackedSource, epoch: int) -> Rows:
+    return read_rows(source, range(epoch * source.rows_per_epoch, (epoch + 1) * source.rows_per_epoch))
 
 
-# --- packing ---
+KINDS = {
+    "text": (make_cache(number_tokens([7, 1, 20, 3, 3, 11, 8, 5])), True),
+    "text, not packed": (make_cache(number_tokens([7, 1, 20, 3, 3, 11, 8, 5])), False),
+    "chat": (make_chats([7, 2, 8, 3, 3, 6, 8, 5, 4, 4, 2, 7]), True),
+    "chat, not packed": (make_chats([7, 2, 8, 3, 3, 6, 8, 5, 4, 4, 2, 7]), False),
+}
+kinds = pytest.mark.parametrize("cache, pack", KINDS.values(), ids=KINDS.keys())
 
 
-def reference_rows(documents: list[list[int]], seq_len: int) -> list[list[tuple[int, int, int, int]]]:
-    """Rows of (input id, label, position, document id), packed token by token in the given order of documents."""
-    rows: list[list[tuple[int, int, int, int]]] = [[]]
-    for document in documents:
-        position, document_id = 0, (rows[-1][-1][3] + 1 if rows[-1] else 0)
-        for index, token in enumerate(document):
-            if len(rows[-1]) == seq_len:
-                rows.append([])
-                position, document_id = 0, 0
-            label = document[index + 1] if index + 1 < len(document) else -100
-            rows[-1].append((token, label, position, document_id))
-            position += 1
-    for padding in range(seq_len - len(rows[-1])):
-        rows[-1].append((0, -100, padding, -1))
-    return rows
+# --- one source ---
 
 
-@settings(deadline=None, max_examples=200)
-@given(
-    lengths=st.lists(st.integers(1, 12) | st.integers(1, 100), min_size=1, max_size=20),
-    seq_len=st.integers(1, 20) | st.integers(1, 2000),
-    seed=st.integers(0, 2**40),
-    epoch=st.integers(0, 3),
-)
-def test_rows_equal_the_reference(tmp_path_factory, lengths, seq_len, seed, epoch):
-    documents = number_tokens(lengths)
-    packed = PackedText(write_cache(tmp_path_factory.getbasetemp() / "reference", documents), seq_len, seed)
-    document_order = data._permutation(len(documents), seed, epoch, 0)
-    expected = reference_rows([documents[index] for index in document_order], seq_len)
-    assert packed.rows_per_epoch == len(expected)
-
-    row_order = data._permutation(len(expected), seed, epoch, 1)
-    for index, expected_index in enumerate(row_order):
-        row = packed.row(epoch * len(expected) + index)
-        assert all(array.dtype == np.int32 and array.shape == (seq_len,) for array in row)
-        assert np.array_equal(np.stack(row, axis=1), expected[expected_index])
-
-
-@pytest.mark.parametrize("seq_len", [1, 2, 7, 64, 1000])
-@pytest.mark.parametrize("lengths", [[1], [50], [1] * 40, [1, 30, 2, 1, 64, 3, 128, 5]])
-def test_every_token_is_read_and_predicted_once_an_epoch(tmp_path, lengths, seq_len):
-    documents = number_tokens(lengths)
-    packed = PackedText(write_cache(tmp_path / "cache", documents), seq_len, seed=3)
+@kinds
+def test_every_token_is_read_and_predicted_once_an_epoch(cache, pack):
+    source = open_source(cache, seq_len=8, seed=3, pack=pack)
+    starts = set(cache.tokens[cache.offsets[:-1]])
     for epoch in range(3):
-        rows = epoch_rows(packed, epoch)
-        read = rows.input_ids[rows.document_ids != PADDING_DOCUMENT]
-        assert sorted(read) == [token for document in documents for token in document]
-        predicted = rows.labels[rows.labels != IGNORE_INDEX]
-        assert sorted(predicted) == [token for document in documents for token in document[1:]]
+        rows = epoch_rows(source, epoch)
+        assert sorted(rows.input_ids[rows.document_ids != PADDING_DOCUMENT]) == cache.tokens.tolist()
+        assert sorted(rows.labels[rows.labels != IGNORE_INDEX]) == sorted(set(cache.tokens) - starts)
 
 
-def test_only_one_row_of_an_epoch_has_padding(tmp_path):
-    packed = PackedText(write_cache(tmp_path / "cache", number_tokens([5, 9, 3, 8])), seq_len=7, seed=0)
+@kinds
+def test_a_position_alone_decides_its_row(cache, pack):
+    """Whatever was asked for before: any rank can take any rows, and a run can go on from any position."""
+    source = open_source(cache, seq_len=8, seed=1, pack=pack)
+    positions = list(range(5 * source.rows_per_epoch))  # more than two epochs
+    rows = read_rows(source, positions)
+    for position in reversed(positions):
+        fresh = open_source(cache, seq_len=8, seed=1, pack=pack)
+        for a, b, c in zip(rows, source.row(position), fresh.row(position), strict=True):
+            assert np.array_equal(a[position], b) and np.array_equal(b, c)
+
+
+@kinds
+def test_epochs_and_seeds_differ_in_order(cache, pack):
+    orders = set()
+    for seed in range(3):
+        source = open_source(cache, seq_len=8, seed=seed, pack=pack)
+        orders |= {tuple(epoch_rows(source, epoch).input_ids[:, 0]) for epoch in range(3)}
+    assert len(orders) == 9
+
+
+def test_texts_are_cut_anew_in_each_epoch():
+    source = open_source(make_cache(number_tokens([4] * 50)), seq_len=12)
+    rows = [epoch_rows(source, epoch).input_ids.tolist() for epoch in range(3)]
+    assert len({tuple(sorted(map(tuple, epoch))) for epoch in rows}) == 3
+
+
+def test_only_one_row_of_an_epoch_of_texts_has_padding():
+    source = open_source(make_cache(number_tokens([5, 9, 3, 8])), seq_len=7)
     for epoch in range(4):
-        num_padding = (epoch_rows(packed, epoch).document_ids == PADDING_DOCUMENT).sum(axis=1)
+        num_padding = (epoch_rows(source, epoch).document_ids == PADDING_DOCUMENT).sum(axis=1)
         assert sorted(num_padding) == [0, 0, 0, 3]
 
 
-def test_epochs_and_seeds_differ_in_documents_and_rows(tmp_path):
-    cache = write_cache(tmp_path / "cache", number_tokens([4] * 50))
-    orders = set()
-    for seed in range(3):
-        packed = PackedText(cache, seq_len=4, seed=seed)  # one document a row
-        orders |= {tuple(epoch_rows(packed, epoch).input_ids[:, 0]) for epoch in range(3)}
-    assert len(orders) == 9
-    orders = set()
-    for seed in range(3):
-        packed = PackedText(cache, seq_len=12, seed=seed)  # three documents a row, in shuffled order
-        rows = [epoch_rows(packed, epoch).input_ids for epoch in range(3)]
-        orders |= {tuple(sorted(map(tuple, epoch))) for epoch in rows}
-        assert all(row_order.tolist() != sorted(row_order) for row_order in (packed._plan(e)[2] for e in range(3)))
-    assert len(orders) == 9
-
-
-def test_a_position_alone_decides_its_row(tmp_path):
-    cache = write_cache(tmp_path / "cache", number_tokens([7, 1, 20, 3, 3, 11]))
-    packed = PackedText(cache, seq_len=8, seed=1)
-    positions = list(
-        range(5 * packed.rows_per_epoch)
-    )  # batches straddle epochs, and more than two epochs are asked for
-    rows = packed.batch(positions)
-    assert rows.input_ids.shape == (len(positions), 8) and rows.input_ids.dtype == np.int32
-    for position in reversed(positions):
-        for a, b, c in zip(rows, packed.row(position), PackedText(cache, 8, seed=1).row(position), strict=True):
-            assert np.array_equal(a[position], b) and np.array_equal(b, c)
+def test_conversations_share_rows_by_the_seed():
+    cache = make_chats([3] * 40)
+    rows = [sorted(epoch_rows(open_source(cache, 6, seed), 0).input_ids.tolist()) for seed in (0, 0, 1)]
+    assert rows[0] == rows[1] != rows[2]
 
 
 def test_the_order_never_changes():
     """A run must resume in the same order under another version of numpy, and of this code."""
     assert data._permutation(8, 0, 0, 0).tolist() == [3, 2, 1, 6, 0, 7, 4, 5]
     assert data._permutation(8, 7, 2, 1).tolist() == [2, 1, 7, 6, 4, 0, 5, 3]
+    source = open_source(KINDS["chat"][0], seq_len=8, seed=5)
+    assert epoch_rows(source, 1).input_ids[:, 0].tolist() == FIRST_TOKENS_OF_CHATS
+    source = open_source(KINDS["text"][0], seq_len=8, seed=5)
+    assert epoch_rows(source, 1).input_ids[:, 0].tolist() == FIRST_TOKENS_OF_TEXTS
 
 
-# --- files to documents to tokens ---
+FIRST_TOKENS_OF_CHATS = [21, 1, 30, 38, 10, 47, 53, 24]
+FIRST_TOKENS_OF_TEXTS = [30, 37, 49, 21, 54, 1, 45, 13]
 
 
-def test_txt_documents_round_trip(tmp_path, tokenizer):
-    (tmp_path / "one.txt").write_text("One day,\n\nMia lost her hat.\n")
-    (tmp_path / "many.txt").write_text(
-        "\n\n  A b\n c \n<|endoftext|>\n \n<|endoftext|>\n<|endoftext|>\n  d <|endoftext|> e"
-    )
-    packed = PackedText(
-        cache := tokenize([tmp_path / "one.txt", tmp_path / "many.txt"], TINY, tmp_path / "cache"), 8, 0
-    )
-    documents = read_cache(cache)
-    end = tokenizer.convert_tokens_to_ids("<|endoftext|>")
-    texts = ["One day,\n\nMia lost her hat.", "  A b\n c ", "  d <|endoftext|> e"]
-    assert documents == [[*tokenizer(text).input_ids, end] for text in texts]
-    assert [tokenizer.decode(document[:-1]) for document in documents] == texts
-    assert documents[2].count(end) == 2  # spelled out within a line, it is a token like any other
-    assert packed.num_documents == 3
-    assert packed.num_tokens == sum(map(len, documents))
-    assert packed.key == cache.name
+# --- evaluation ---
 
 
-def test_jsonl_documents_are_kept_as_they_are(tmp_path, tokenizer):
-    texts = ["\n one\n", "two <|endoftext|>\n<|endoftext|>\n", "漢字 🙂 \x00"]
-    lines = [json.dumps({"id": 1, "text": text}) for text in [*texts, " \n"]]
-    (tmp_path / "a.JSONL").write_text("\n\n".join(lines) + "\n")
-    documents = read_cache(tokenize([tmp_path / "a.JSONL"], TINY, tmp_path / "cache"))
-    assert [tokenizer.decode(document[:-1]) for document in documents] == texts
+@kinds
+def test_evaluation_reads_each_row_once_in_the_order_of_the_data(cache, pack):
+    source = open_source(cache, seq_len=8, pack=pack, shuffle=False)
+    rows = epoch_rows(source, 0)
+    read = rows.input_ids[rows.document_ids != PADDING_DOCUMENT].tolist()
+    assert sorted(read) == cache.tokens.tolist()
+    if cache.supervised is None or not pack:  # packed conversations are not in the order of the data
+        assert read == cache.tokens.tolist()
+    assert np.array_equal(rows.input_ids, epoch_rows(open_source(cache, 8, 9, pack, "drop", False), 0).input_ids)
 
 
-def test_windows_files(tmp_path, tokenizer):
-    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfa\r\nb\r\n<|endoftext|>\r\nc\r\n")
-    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "d"}\r\n')
-    documents = read_cache(tokenize([tmp_path / "a.txt", tmp_path / "b.jsonl"], TINY, tmp_path / "cache"))
-    assert [tokenizer.decode(document[:-1]) for document in documents] == ["a\r\nb", "c", "d"]
+@pytest.mark.parametrize("num_ranks, micro_batch_size", [(1, 1), (1, 4), (2, 2), (4, 1), (4, 3)])
+def test_seven_evaluation_rows_are_neither_lost_nor_read_twice(num_ranks, micro_batch_size):
+    """Ranks that take equal numbers of rows get padding past the end."""
+    source = open_source(cache := make_cache(number_tokens([50, 3, 1])), seq_len=8, shuffle=False)
+    assert source.rows_per_epoch == 7
+    at_once = num_ranks * micro_batch_size
+    read = []
+    for first in range(0, source.rows_per_epoch, at_once):
+        for rank in range(num_ranks):
+            start = first + rank * micro_batch_size
+            rows = read_rows(source, range(start, start + micro_batch_size))
+            read += rows.input_ids[rows.document_ids != PADDING_DOCUMENT].tolist()
+            assert (rows.labels[rows.document_ids == PADDING_DOCUMENT] == IGNORE_INDEX).all()
+    assert sorted(read) == cache.tokens.tolist()
 
 
-@pytest.mark.parametrize("folder", ["bundled", "published"])
-def test_long_documents_in_pieces_keep_their_tokens(tmp_path, monkeypatch, folder):
-    from transformers import AutoTokenizer
+# --- long conversations ---
 
-    tokenizer_dir = TINY if folder == "bundled" else published_tokenizer_dir()
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
-    rng = np.random.default_rng(0)
-    alphabet = [
-        "\n",
-        "\n",
-        "\r\n",
-        "\r",
-        " ",
-        "  ",
-        "\t",
-        "a",
-        "Mia",
-        "é",
-        "e\u0301",
-        "\u0301",
-        "7",
-        "12",
-        ".",
-        "!?",
-        "字",
-        "\u3000",
-        "'s",
+
+def test_long_conversations_are_dropped_truncated_or_an_error():
+    masks = [
+        [False] + [True] * 3,
+        [False] * 6 + [True] * 3,
+        [False] * 4 + [True] * 3,
+        [False, True],
+        [False] * 5 + [True],
     ]
-    documents = ["a" + "".join(rng.choice(alphabet, size=80)) + "a" for _ in range(100)]
-    (tmp_path / "a.txt").write_text("\n<|endoftext|>\n".join(documents), newline="")
-    monkeypatch.setattr(data, "PIECE_CHARS", 10)
-    monkeypatch.setattr(data, "BATCH_CHARS", 50)
-    pieces = [piece for piece, _ in data._read_txt(tmp_path / "a.txt", data.tqdm(disable=True))]
-    assert len(pieces) > 2 * len(documents)
-    cache = tokenize([tmp_path / "a.txt"], tokenizer_dir, tmp_path / "cache")
-    assert [document[:-1] for document in read_cache(cache)] == tokenizer(documents).input_ids
+    cache = make_cache(documents := number_tokens(list(map(len, masks))), masks)  # of 4, 9, 7, 2 and 6 tokens
+
+    def read(long: str) -> tuple[list, int, int]:
+        source = open_source(cache, seq_len=5, pack=False, long=long, shuffle=False)
+        rows = epoch_rows(source, 0)
+        kept = [row[mask != PADDING_DOCUMENT].tolist() for row, mask in zip(rows[0], rows[3], strict=True)]
+        return kept, source.num_dropped, source.num_truncated
+
+    assert read("drop") == ([documents[0], documents[3]], 3, 0)
+    # The second has nothing to learn from in its first 5 tokens and the one after them; the last one just has.
+    assert read("truncate") == ([documents[0], documents[2][:5], documents[3], documents[4][:5]], 1, 2)
+    with pytest.raises(UserError, match="3 of 5 conversations are longer than --seq-len 5; the longest has 9 tokens"):
+        read("error")
 
 
-def test_two_sources_and_the_largest_token(tmp_path, tokenizer):
-    (tmp_path / "a.txt").write_text("a")
-    (tmp_path / "b.txt").write_text("b <think>")
-    packed = PackedText(tokenize([tmp_path / "a.txt", tmp_path / "b.txt"], TINY, tmp_path / "cache"), 4, 0)
-    assert packed.num_documents == 2
-    assert packed.max_token_id == tokenizer.convert_tokens_to_ids("<think>")
-    assert packed.max_token_file == str(tmp_path / "b.txt")
+@pytest.mark.parametrize("long, advice", [("drop", "say --long truncate"), ("truncate", "nothing to learn from")])
+def test_all_conversations_too_long(long, advice):
+    cache = make_cache(number_tokens([6, 8]), [[False] * 5 + [True], [False] * 7 + [True]])
+    message = (
+        rf"all 2 conversations are longer than --seq-len 4; the shortest has 6 tokens\. Raise --seq-len, or .*{advice}"
+    )
+    with pytest.raises(UserError, match=message):
+        open_source(cache, seq_len=4, long=long)
 
 
-def published_tokenizer_dir() -> Path:
-    if "QWEN3_TOKENIZER_DIR" not in os.environ:
-        pytest.skip("set QWEN3_TOKENIZER_DIR to a folder with the tokenizer files of a released Qwen3")
-    return Path(os.environ["QWEN3_TOKENIZER_DIR"])
+def test_fill_rate_is_the_share_of_tokens_that_are_not_padding():
+    for cache, pack in KINDS.values():
+        source = open_source(cache, seq_len=9, pack=pack)
+        rows = epoch_rows(source, 1)
+        assert source.fill_rate == pytest.approx((rows.document_ids != PADDING_DOCUMENT).mean())
 
 
-def test_published_tokenizer(tmp_path):
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(published_tokenizer_dir())
-    texts = [
-        "Hello, world!",
-        "def f(x):\n    return x**2  # 12345",
-        "Ünïcödé 漢字 🙂",
-        "<|im_start|>user\nhi<|im_end|>",
-    ]
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    documents = read_cache(tokenize([tmp_path / "a.jsonl"], published_tokenizer_dir(), tmp_path / "cache"))
-    assert documents == [[*tokenizer(text).input_ids, 151643] for text in texts]
+# --- several sources ---
 
 
-# --- the cache ---
+@settings(deadline=None, max_examples=50)
+@given(weights=st.lists(st.floats(0.01, 10), min_size=2, max_size=5))
+def test_every_stretch_of_the_schedule_keeps_the_weights(weights):
+    schedule = np.tile(make_schedule(weights), 2)
+    shares = np.array(weights) / sum(weights)
+    for index, share in enumerate(shares):
+        so_far = np.cumsum(schedule == index)
+        expected = share * np.arange(1, len(schedule) + 1)
+        assert np.abs(so_far - expected).max() <= len(weights) + 2
 
 
-def test_cache_is_made_once_for_the_same_contents(tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_text("One day")
-    (tmp_path / "copy.txt").write_text("One day")
-    shutil.copytree(TINY, tmp_path / "tokenizer")
-    cache = tokenize([tmp_path / "a.txt"], TINY, tmp_path / "cache")
-    before = {path: path.stat().st_mtime_ns for path in [cache, *cache.iterdir()]}
-    monkeypatch.setattr(data, "_load_tokenizer", None)  # calling it would fail
-    assert tokenize([tmp_path / "copy.txt"], tmp_path / "tokenizer", tmp_path / "cache") == cache
-    assert before == {path: path.stat().st_mtime_ns for path in [cache, *cache.iterdir()]}
-    assert list((tmp_path / "cache").iterdir()) == [cache]
+def test_sources_mix_by_weight_and_repeat_in_their_own_epochs(tmp_path):
+    texts, chats = make_cache(number_tokens([40])), make_chats([8] * 7)
+    chats = chats._replace(tokens=chats.tokens + 1000)
+    folders = [write_cache(tmp_path / "a", texts), write_cache(tmp_path / "b", chats)]
+    packed = PackedData([open_source(open_cache(folder), 8, seed=2) for folder in folders], [1, 3])
+    assert packed.rows_per_epoch == 5 + 7
+    num_rows = 25_000  # beyond the schedule's period
+    rows = packed.batch(range(num_rows)).input_ids
+    is_chat = rows[:, 0] > 1000
+    assert is_chat.sum() == pytest.approx(0.75 * num_rows, abs=3)
+    # Each source's rows, in their order, are those it has when it is alone.
+    for mask, cache in ((is_chat, chats), (~is_chat, texts)):
+        alone = read_rows(open_source(cache, 8, seed=2), range(mask.sum())).input_ids
+        assert np.array_equal(rows[mask], alone)
+    order = np.random.default_rng(0).permutation(num_rows)[:500]
+    assert np.array_equal(packed.batch(order.tolist()).input_ids, rows[order])
 
 
-def test_cache_is_made_again_when_anything_changes(tmp_path, monkeypatch):
-    a, b, c = (tmp_path / name for name in ("a.txt", "b.txt", "c.jsonl"))
-    a.write_text('{"text": "A"}')
-    b.write_text("B")
-    c.write_text('{"text": "A"}')
-    shutil.copytree(TINY, tmp_path / "tokenizer")
-
-    def make(*files: Path) -> Path:
-        return tokenize(files, tmp_path / "tokenizer", tmp_path / "cache")
-
-    caches = [make(a), make(c), make(a, b), make(b, a)]
-    b.write_text("C")
-    caches.append(make(a, b))
-    config = json.loads((tmp_path / "tokenizer" / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(config | {"pad_token": "<|im_end|>"}))
-    caches.append(make(a))
-    tokenizer = (tmp_path / "tokenizer" / "tokenizer.json").read_text()
-    (tmp_path / "tokenizer" / "tokenizer.json").write_text(tokenizer + "\n")
-    caches.append(make(a))
-    monkeypatch.setattr(data, "CACHE_FORMAT", data.CACHE_FORMAT + 1)
-    caches.append(make(a))
-    assert len(set(caches)) == len(caches)
+def test_packed_data_of_one_source_is_that_source():
+    cache = make_cache(number_tokens([7, 1, 20, 3, 3, 11]))
+    packed, source = PackedData([open_source(cache, 8, seed=1)], [0.3]), open_source(cache, 8, seed=1)
+    batch = packed.batch(range(3, 20))
+    assert all(array.dtype == np.int32 and array.shape == (17, 8) for array in batch)
+    assert all(np.array_equal(a, b) for a, b in zip(batch, read_rows(source, range(3, 20)), strict=True))
+    assert packed.rows_per_epoch == source.rows_per_epoch == 6
+    assert (packed.max_token_id, packed.max_token_file) == (45, "test.txt")
 
 
-def test_failure_leaves_no_cache(tmp_path):
-    (tmp_path / "a.txt").write_text("good")
-    (tmp_path / "b.txt").write_bytes(b"bad \xff")
-    with pytest.raises(UserError):
-        tokenize([tmp_path / "a.txt", tmp_path / "b.txt"], TINY, tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
+def test_the_fingerprint_names_what_the_order_depends_on():
+    text, chats = make_cache([[1, 2]]), make_chats([3])
+    chats = chats._replace(meta=chats.meta | {"fingerprint": {"data": "b", "tokenizer": "test", "train_on": "last"}})
+    one = PackedData([open_source(text, 8)], [0.5])
+    assert one.fingerprint == {"data": "test", "tokenizer": "test", "pack": "True", "weights": "1"}
+    two = PackedData([open_source(text, 8), open_source(chats, 8, pack=False, long="truncate")], [0.7, 0.3])
+    assert two.fingerprint == {
+        "data": "test, b",
+        "tokenizer": "test, test",
+        "pack": "True, False",
+        "train_on": "-, last",
+        "long": "-, truncate",
+        "weights": "0.7, 0.3",
+    }
 
 
-def test_losing_a_race_is_fine(tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_text("One day")
-    load_tokenizer = data._load_tokenizer
+# --- what the trainer sees ---
 
-    def be_overtaken(folder):
-        monkeypatch.setattr(data, "_load_tokenizer", load_tokenizer)
-        tokenize([tmp_path / "a.txt"], TINY, tmp_path / "cache")
-        return load_tokenizer(folder)
-
-    monkeypatch.setattr(data, "_load_tokenizer", be_overtaken)
-    cache = tokenize([tmp_path / "a.txt"], TINY, tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == [cache]
-    assert len(read_cache(cache)) == 1
+RECORDS = [
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": f"Mia {'lost ' * number}a hat."}]}
+    for number in range(30)
+]
 
 
-# --- bad input ---
+@pytest.fixture
+def mixed(tmp_path, monkeypatch):
+    monkeypatch.setenv("QWEN3_TRN_CACHE", str(tmp_path / "cache"))
+    lines = [*map(json.dumps, RECORDS), "not JSON", json.dumps({"messages": []})]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    (tmp_path / "text.txt").write_text("One day\n<|endoftext|>\nMia lost her hat.\n")
+    return tmp_path
 
 
-def test_find_files(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("b.txt", "a.txt", "c[1].txt", "d.jsonl", "blob"):
-        (tmp_path / name).write_text("x")
-    (tmp_path / "folder.txt").mkdir()
-    (tmp_path / "folder.txt" / "e.txt").write_text("x")
-    (tmp_path / "link.txt").symlink_to("blob")  # as in a Hugging Face cache
-    assert find_files(["b.txt", "[ab].txt", str(tmp_path / "a.txt")]) == [Path("b.txt"), Path("a.txt")]
-    assert find_files(["*.txt"]) == [Path(name) for name in ("a.txt", "b.txt", "c[1].txt", "link.txt")]
-    assert find_files(["c[1].txt", "d.jsonl"]) == [Path("c[1].txt"), Path("d.jsonl")]
-    assert find_files(["**/e.txt"]) == [Path("folder.txt/e.txt")]
-    assert find_files(["sample"]) == [TINY / "sample.txt"]
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert find_files(["~/a.txt"]) == [tmp_path / "a.txt"]
+def test_inspection(mixed, capsys):
+    inspect_data.inspect_data((f"{mixed}/chats.jsonl:3", f"{mixed}/text.txt:1"), model=str(TINY), seq_len=32, show=1)
+    shown = capsys.readouterr().out
+    assert re.search(r"tokens in 30 conversations: \d+ rows of 32 an epoch, 85\.9% full", shown)
+    assert "warning: 2 bad records are left out, as " in shown
+    assert re.search(r"warning: \d+ conversations exceed 32 tokens; they are left out", shown)
+    assert re.search(r"   16-31 +\d+  #+\n", shown)
+    assert re.search(r"\d+\.\d% of the tokens are supervised", shown)
+    assert "chats.jsonl:31: not JSON: Expecting value (column 1)" in shown
+    assert "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n«Mia a hat.<|im_end|>»\n" in shown
+    assert shown.count("--- 0") == 2 and "One day<|endoftext|>" in shown  # not the last: nothing is marked in texts
+    assert "\033" not in shown
 
 
-@pytest.mark.parametrize(
-    "patterns, message",
-    [
-        ([], "--data is empty; expected"),
-        (["none.txt"], "--data none.txt: no such file; relative paths start from /"),
-        (["*.jsonl"], "--data *.jsonl: no file matches this glob"),
-        (["folder"], "--data folder is a folder; expected files or a glob, such as 'folder/*.txt'."),
-        (["a.csv"], "a.csv: cannot read '.csv' files; expected .txt, or .jsonl with a `text` field."),
-        (["a"], "a: cannot read '' files; expected"),
-    ],
-)
-def test_bad_patterns(tmp_path, monkeypatch, patterns, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "a.csv").write_text("x")
-    (tmp_path / "a").write_text("x")
-    with pytest.raises(UserError, match=re.escape(message)):
-        find_files(patterns)
+def test_supervised_tokens_are_green_on_a_terminal(tokenizer):
+    cache = make_cache(
+        [tokenizer("Mia lost").input_ids], [[False, *[True] * (len(tokenizer("Mia lost").input_ids) - 1)]]
+    )
+    first, rest = tokenizer.decode(cache.tokens[:1]), tokenizer.decode(cache.tokens[1:])
+    assert inspect_data._mark_supervised(cache, 0, tokenizer, color=True) == f"{first}\033[32m{rest}\033[0m"
+    assert inspect_data._mark_supervised(cache, 0, tokenizer, color=False) == f"{first}«{rest}»"
 
 
-@pytest.mark.parametrize(
-    "name, content, message",
-    [
-        ("a.txt", b"", "a.txt is empty; expected text."),
-        ("a.jsonl", b"", "a.jsonl is empty"),
-        ("a.txt", b" \n\t\n<|endoftext|>\n", "a.txt holds nothing but white space; expected text."),
-        ("a.jsonl", b'\n{"text": " "}\n', "a.jsonl holds nothing but white space"),
-        ("a.txt", b"one\nt\xc3\xa9o \xff\n", "a.txt:2: not UTF-8: byte 0xff at offset 9. Convert"),
-        ("a.txt", b"cut \xc3", "a.txt:1: not UTF-8: byte 0xc3 at offset 4."),
-        ("a.txt", "utf-16".encode("utf-16"), "a.txt:1: not UTF-8: byte 0xff at offset 0."),
-        ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', "a.jsonl:2: not UTF-8: byte 0xe9 at offset 24."),
-        ("a.jsonl", b'{"text": "a"}\n\n{"text": \n', "a.jsonl:3: not JSON: Expecting value (column 9); expected one"),
-        ("a.jsonl", b'{"text": "a"}\n{"content": "b"}\n', "a.jsonl:2: expected an object with a string `text`; found"),
-        ("a.jsonl", b'{"text": null}\n', 'a.jsonl:1: expected an object with a string `text`; found {"text": null}'),
-        ("a.jsonl", b'["text"]\n', 'a.jsonl:1: expected an object with a string `text`; found ["text"]'),
-        ("a.jsonl", b'{"text": "a\\ud83d b"}\n', "a.jsonl:1: `text` holds '\\ud83d', half a surrogate pair."),
-    ],
-)  # fmt: skip
-def test_bad_files(tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=re.escape(message)):
-        tokenize([tmp_path / name], TINY, tmp_path / "cache")
+def test_histogram_counts_every_length_once():
+    lines = inspect_data._draw_histogram(np.array([1, 2, 3, 4, 7, 8]))
+    assert [line.split()[:2] for line in lines] == [["1-1", "1"], ["2-3", "2"], ["4-7", "2"], ["8-15", "1"]]
 
 
-def test_bad_tokenizers(tmp_path):
-    (tmp_path / "a.txt").write_text("x")
-    config = json.loads((TINY / "tokenizer_config.json").read_text())
-    tokenizer = (TINY / "tokenizer.json").read_text()
-
-    def try_tokenizer(files: dict[str, str]) -> Path:
-        shutil.rmtree(tmp_path / "tokenizer", ignore_errors=True)
-        (tmp_path / "tokenizer").mkdir()
-        for name, content in files.items():
-            (tmp_path / "tokenizer" / name).write_text(content)
-        return tokenize([tmp_path / "a.txt"], tmp_path / "tokenizer", tmp_path / "cache")
-
-    with pytest.raises(UserError, match=r"tokenizer holds no tokenizer; expected tokenizer\.json"):
-        try_tokenizer({"tokenizer_config.json": json.dumps(config)})
-    with pytest.raises(UserError, match="tokenizer cannot be loaded: JSONDecodeError"):
-        try_tokenizer({"tokenizer_config.json": json.dumps(config), "tokenizer.json": tokenizer[:1000]})
-
-    # Without <|endoftext|> documents end with the eos_token, and without that there is no end.
-    tokenizer = tokenizer.replace("<|endoftext|>", "<|other|>")
-    del config["added_tokens_decoder"], config["additional_special_tokens"], config["pad_token"]
-    config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    cache = try_tokenizer({"tokenizer_config.json": json.dumps(config), "tokenizer.json": tokenizer})
-    im_end = next(t["id"] for t in json.loads(tokenizer)["added_tokens"] if t["content"] == "<|im_end|>")
-    assert read_cache(cache)[0][-1] == im_end
-    del config["eos_token"]
-    with pytest.raises(UserError, match=r"has neither <\|endoftext\|> nor an eos_token"):
-        try_tokenizer({"tokenizer_config.json": json.dumps(config), "tokenizer.json": tokenizer})
+def test_the_inspection_command(mixed):
+    command = ["-m", "qwen3_trn.data", mixed / "chats.jsonl", "--model", TINY]
+    failed = run_python(*command, "--bad-records", "error", QWEN3_TRN_CACHE=str(mixed / "cache"))
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("error: ") and "chats.jsonl:31: not JSON" in failed.stderr
 
 
 # --- the bundled miniature ---
 
 
 def test_tiny_is_what_its_program_makes(tmp_path):
-    runpy.run_path(str(ROOT / "assets" / "make_tiny.py"))["write"](tmp_path)
+    runpy.run_path(str(REPO / "assets" / "make_tiny.py"))["write"](tmp_path)
     names = ["config.json", "generation_config.json", "sample.txt", "tokenizer.json", "tokenizer_config.json"]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in TINY.iterdir()) == names
     for name in names:
@@ -464,12 +348,3 @@ def test_tiny_tokenizer(tokenizer, caplog):
 def test_tiny_tokenizer_round_trips_any_text(tokenizer, text):
     text = unicodedata.normalize("NFC", text)  # as Qwen's tokenizer does
     assert tokenizer.decode(tokenizer(text).input_ids) == text
-
-
-def test_the_command_in_the_docstring_runs(tmp_path):
-    command = re.search(r"    python - <<END\n(.*?)    END", data.__doc__, re.DOTALL)[1].replace(
-        "/tmp/qwen3_trn", str(tmp_path)
-    )
-    code = re.sub("^    ", "", command, flags=re.MULTILINE)
-    output = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert output.startswith("Rows(input_ids=array([")

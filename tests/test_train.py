@@ -36,7 +36,8 @@ def test_newcomer_sees_it_learn(newcomer):
     assert found[0]["loss"] == pytest.approx(math.log(vocab_size), abs=0.3)
     assert found[-1]["loss"] < math.log(vocab_size) / 2
     assert [record["step"] for record in found] == [1, 10, 20, 30, 40, 50, 60]
-    assert "sample     " in process.stdout
+    assert "sample     greedy: " in process.stdout and "sample     sampled at 0.7: " in process.stdout
+    assert sum(record["data_s"] for record in found) < 0.02 * 60 * found[1]["step_time_s"]  # it never waits for data
     assert "missing 0, unexpected 0" in process.stdout
 
 

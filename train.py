@@ -286,7 +286,8 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
         # Without `out` and `resume`, so that --config OUT/config.toml repeats the run elsewhere.
         not_settings = {"out": None, "config": None, "resume": None}
         write_run_files(out, dataclasses.asdict(settings) | not_settings, facts)
-        hf.copy_companions(model_folder, out / "model")  # which may be a checkpoint that goes before the run ends
+        if model_folder != out / "model":
+            hf.copy_companions(model_folder, out / "model")
     dist.barrier()
     if not (out / "config.toml").is_file():
         raise UserError(

@@ -49,7 +49,7 @@ def find_run(args: TrainConfig) -> Path | None:
 def find_model(args: TrainConfig, resumed: Path | None = None) -> tuple[Path, str | None]:
     """(folder with config.json, tokenizer and, unless --init random, weights; the hub's commit if it is from there).
 
-    A checkpoint to resume from has config and tokenizer itself, so a model of the hub is not asked for again.
+    A run that is resumed has config and tokenizer in its folder, so a model of the hub is not asked for again.
     """
     if args.init not in ("random", "hub") and args.model is not None:
         raise UserError(f"--init {args.init} names the model's folder already; remove --model {args.model}.")
@@ -63,7 +63,8 @@ def find_model(args: TrainConfig, resumed: Path | None = None) -> tuple[Path, st
                 f"{resumed} was trained from {state['model']} (model, revision), and the flags name "
                 f"{[model, args.revision]}. Go on with the same model, or begin another run in another --out."
             )
-        return resumed, state["commit"]
+        kept = resumed.parents[1] / "model"
+        return kept if kept.is_dir() else resumed, state["commit"]
     if args.init not in ("random", "hub"):
         raise UserError(f"--init is {args.init!r}; expected random, hub, or an existing model folder.")
     print0(f"fetching {model} from the hub")

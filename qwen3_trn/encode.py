@@ -22,6 +22,7 @@ import signal
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Literal, NamedTuple, cast
 
@@ -224,20 +225,29 @@ def _encode_in_workers(
         try:
             waiting: collections.deque = collections.deque()
             for batch in batches:
+                # This starts processes, which inherit what is blocked: signals are left to the parent.
+                unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
                 waiting.append((batch, workers.submit(encode, batch.records)))
+                signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
                 if len(waiting) > 2 * num_workers:
                     batch, future = waiting.popleft()
                     yield batch, future.result()
             for batch, future in waiting:
                 yield batch, future.result()
-        finally:
-            workers.shutdown(cancel_futures=True)
+        except BaseException as error:
+            # At once, for they only compute. The executor would wait for them: they do not take its SIGTERM.
+            for worker in (workers._processes or {}).values():
+                worker.kill()
+            if isinstance(error, BrokenProcessPool):
+                raise UserError(
+                    "a process that tokenizes was killed, as the system does when memory runs out. Start again, with "
+                    "fewer cores (taskset) for fewer such processes."
+                ) from error
+            raise
 
 
 def _start_worker() -> None:
-    """Leave signals to the parent, and end with it, even where it is killed."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    """End with the parent, even where it is killed."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers themselves fill the cores
 
     parent = multiprocessing.parent_process()

@@ -164,12 +164,13 @@ def test_worker_processes_make_the_same_cache(tmp_path, monkeypatch):
 def test_workers_end_with_their_parent(tmp_path):
     """Workers ignore SIGTERM, as a parent that is told to stop still needs them; when it is killed they end."""
     code = (
-        "import os, time\nfrom concurrent.futures import ProcessPoolExecutor\nimport multiprocessing\n"
-        "from qwen3_trn.encode import _start_worker\n"
+        "import os, time\nfrom qwen3_trn.encode import Batch, _encode_in_workers\n"
+        "def get_process(records):\n"
+        "    return os.getpid()\n"
         "if __name__ == '__main__':\n"
-        "    pool = ProcessPoolExecutor(1, multiprocessing.get_context('spawn'), _start_worker)\n"
-        "    print(pool.submit(os.getpid).result(), flush=True)\n"
-        "    time.sleep(100)\n"
+        "    for _, process in _encode_in_workers(get_process, iter([Batch('', [], None)]), 1):\n"
+        "        print(process, flush=True)\n"
+        "        time.sleep(100)\n"
     )
     (tmp_path / "parent.py").write_text(code)
     parent = subprocess.Popen(
@@ -189,6 +190,18 @@ def test_workers_end_with_their_parent(tmp_path):
     while is_running(worker) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not is_running(worker)
+
+
+def die_or_wait(records) -> None:
+    if not records:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(100)
+
+
+def test_a_worker_that_is_killed_ends_the_others():
+    batches = iter([encode.Batch("", records, None) for records in ([1], [])])
+    with pytest.raises(UserError, match="a process that tokenizes was killed, as the system does when memory runs out"):
+        list(encode._encode_in_workers(die_or_wait, batches, 2))
 
 
 def is_running(process: int) -> bool:

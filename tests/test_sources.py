@@ -76,16 +76,16 @@ def test_weights(folder):
 @pytest.mark.parametrize(
     "data, message",
     [
-        ([], "--data is empty; expected .txt, "),
-        (["none.txt"], "--data none.txt: no such file; relative paths start from /"),
-        (["*.jsonl"], "--data *.jsonl: no file matches this glob"),
-        (["folder"], "--data folder is a folder; expected files or a glob, such as 'folder/*.txt'."),
+        ([], "no data is named; expected .txt, "),
+        (["none.txt"], "none.txt: no such file; relative paths start from /"),
+        (["*.jsonl"], "*.jsonl: no file matches this glob"),
+        (["folder"], "folder is a folder; expected files or a glob, such as 'folder/*.txt'."),
         (["folder"], "is named hf:folder."),
         (["a.csv"], "a.csv: cannot read such files; expected .txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet."),
         (["a"], "a: cannot read such files; expected"),
-        (["a.txt:0.5", "b.txt"], "--data b.txt has no weight and others have one; write b.txt:0.5, or none."),
-        (["a.txt:0"], "--data a.txt:0: the weight is 0; expected more."),
-        (["a.txt:-1"], "--data a.txt:-1: no such file"),
+        (["a.txt:0.5", "b.txt"], "b.txt has no weight and others have one; write b.txt:0.5, or none."),
+        (["a.txt:0"], "a.txt:0: the weight is 0; expected more."),
+        (["a.txt:-1"], "a.txt:-1: no such file"),
     ],
 )
 def test_bad_names(folder, data, message):
@@ -240,7 +240,7 @@ def test_dataset_splits(dataset):
     [
         (
             "hf:nobody/nothing",
-            "--data hf:nobody/nothing cannot be loaded: ConnectionError: Couldn't reach 'nobody/nothing' on the Hub",
+            "hf:nobody/nothing cannot be loaded: ConnectionError: Couldn't reach 'nobody/nothing' on the Hub",
         ),
         ("hf:nobody/nothing", "Expected hf:USER/NAME[/CONFIG][:SPLIT]"),
         (

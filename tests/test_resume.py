@@ -296,7 +296,7 @@ def test_the_model_of_a_checkpoint_needs_no_hub(tmp_path, monkeypatch):
     """A model from the hub is not asked for again; another name is refused."""
     folder = tmp_path / "checkpoints" / "step_1"
     folder.mkdir(parents=True)
-    (folder / "trainer.json").write_text(json.dumps({"model": ["org/tiny", None], "commit": "abc"}))
+    (folder / "trainer.json").write_text(json.dumps({"step": 1, "model": ["org/tiny", None], "commit": "abc"}))
     args = train.TrainConfig(init="hub", model="org/tiny", out=str(tmp_path), resume="auto")
     assert train.start.find_model(args, folder) == (folder, "abc")
     args = train.TrainConfig(init="hub", model="org/other", revision="v2", out=str(tmp_path), resume="auto")

@@ -187,10 +187,10 @@ def _choose_documents(cache: TokenCache, seq_len: int, long: Long) -> np.ndarray
         dropped = too_long[[not cache.supervised[b + 1 : b + 1 + seq_len].any() for b in begins]]
     documents = np.setdiff1d(np.arange(len(lengths)), dropped)
     if len(lengths) and not len(documents):
-        advice = "say --long truncate" if long == "drop" else "their first tokens have nothing to learn from"
+        cut = ", and what is left of each when it is cut has nothing to learn from" if long == "truncate" else ""
         raise UserError(
-            f"all {len(lengths)} conversations are longer than --seq-len {seq_len}; the shortest has {lengths.min()} "
-            f"tokens. Raise --seq-len, or {advice}."
+            f"all {len(lengths)} conversations are longer than --seq-len {seq_len}{cut}; the shortest has "
+            f"{lengths.min()} tokens. Raise --seq-len{', or say --long truncate' if long == 'drop' else ''}."
         )
     return documents
 

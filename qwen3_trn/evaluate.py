@@ -98,6 +98,8 @@ def read_prompts(prompts: Sequence[str], tokenizer, is_chat: bool, config: Qwen3
     """
     texts: list[str] = []
     for prompt in prompts:
+        if not prompt.endswith(".txt") and len(prompt) < 256 and Path(prompt).is_file():
+            raise UserError(f"--prompts {prompt} is a file; expected texts, or .txt files with one prompt a line.")
         try:
             is_file = prompt.endswith(".txt")
             texts += Path(prompt).read_text(encoding="utf-8").split("\n") if is_file else [prompt]

@@ -264,8 +264,8 @@ def _read_jsonl(name: str, progress: tqdm, after: tuple[int, int]) -> Iterator[R
             content = BadRecord(f"not UTF-8: byte {error.start + 1} of the line is 0x{line[error.start]:02x}.")
         except json.JSONDecodeError as error:
             content = BadRecord(f"not JSON: {error.msg} (column {error.colno}); expected one object a line.")
-        except RecursionError:
-            content = BadRecord("not readable JSON: it is nested too deeply.")
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+            content = BadRecord(f"not readable JSON: {error}.")
         yield Record(number, content, len(line), (number, offset))
 
 

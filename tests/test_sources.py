@@ -176,7 +176,8 @@ def test_long_txt_documents_come_in_pieces(folder, monkeypatch):
     [
         (b'{"text": "a"}\n{"text": "\xe9"}\n', "a.jsonl:2: not UTF-8: byte 11 of the line is 0xe9."),
         (b'{"text": "a"}\n\n{"text": \n', "a.jsonl:3: not JSON: Expecting value (column 9); expected one object"),
-        (b"[" * 100_000, "a.jsonl:1: not readable JSON: it is nested too deeply."),
+        (b"[" * 100_000, "a.jsonl:1: not readable JSON: maximum recursion depth exceeded"),
+        (b'{"text": ' + b"1" * 5000 + b"}", "a.jsonl:1: not readable JSON: Exceeds the limit (4300 digits)"),
     ],
 )  # fmt: skip
 def test_a_bad_line_is_a_bad_record(folder, content, message):

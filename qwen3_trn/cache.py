@@ -104,7 +104,7 @@ def tokenize(
     were, and why.
     """
     fingerprint = identify(source, tokenizer_dir, format, train_on, mask_empty_think, stream=False)
-    return make_cache(source, fingerprint, tokenizer_dir, cache_dir, bad_records)
+    return make_cache(source, fingerprint, tokenizer_dir, cache_dir, bad_records)[0]
 
 
 def make_cache(
@@ -114,12 +114,14 @@ def make_cache(
     cache_dir: Path,
     bad_records: BadRecords,
     part: Part | None = None,
-) -> Path:
+) -> tuple[Path, TokenCache]:
     """The folder with the tokens of `source`, or of a part of it, by the settings in what `identify` returned.
 
     It holds the arrays of `TokenCache`, and meta.json with their counts and checksums; it appears only when complete.
     A process that finds another one at the same work waits for it. `part`: PART_BYTES of the source, from there on;
     meta.json says where the `next` part begins.
+
+    Returns the folder, and what it holds, mapped: that stays, even if another process removes the folder.
     """
     kind = fingerprint["format"]
     key = hashlib.sha256(json.dumps([CACHE_FORMAT, fingerprint, part]).encode()).hexdigest()[:32]
@@ -138,10 +140,10 @@ def make_cache(
                 publish(partial, cache)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)  # no longer there after the rename
-    meta = json.loads((cache / "meta.json").read_text())
-    if bad_records == "error" and meta["num_bad"]:  # made by a run that skipped them
-        raise UserError(_explain_bad(meta["bad_examples"][0]))
-    return cache
+        opened = open_cache(cache)
+    if bad_records == "error" and opened.meta["num_bad"]:  # made by a run that skipped them
+        raise UserError(_explain_bad(opened.meta["bad_examples"][0]))
+    return cache, opened
 
 
 # --- the folder ---

@@ -26,7 +26,7 @@ import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from qwen3_trn.cache import BadRecords, identify, make_cache, open_cache, remove_cache
+from qwen3_trn.cache import BadRecords, identify, make_cache, remove_cache
 from qwen3_trn.chat import Long, TrainOn
 from qwen3_trn.data import PackedSource, name_settings
 from qwen3_trn.encode import Format, Part, load_tokenizer
@@ -114,9 +114,9 @@ class StreamedSource:
     def _open_part(self, begin: Part) -> PackedSource:
         if self._coming:
             self._coming.result()  # whatever that part was: another run may have removed it since
-        cache = self._tokenize(part=begin)
-        packed = self._pack(open_cache(cache))
-        self._opened.append(cache)
+        folder, cache = self._tokenize(part=begin)
+        packed = self._pack(cache)
+        self._opened.append(folder)
         if len(self._opened) > 2:
             done = self._opened.pop(0)
             if done not in self._opened:

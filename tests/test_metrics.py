@@ -8,6 +8,7 @@ import math
 import re
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -99,6 +100,7 @@ def test_a_resumed_run_has_every_step_once(tmp_path):
     killed.tensorboard.flush()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 8, "lo')  # the kill came in the middle of a line
+    time.sleep(1.1)  # TensorBoard reads its files in the order of their names, which begin with the second
     resumed = RunLog(tmp_path, 10)
     for step in range(6, 9):
         resumed.log(step, {"loss": 2.0})

@@ -24,9 +24,10 @@ import time
 from pathlib import Path
 
 from qwen3_trn import sources
-from qwen3_trn.cache import tokenize
-from qwen3_trn.data import PackedData, PackedSource, find_sources, open_cache
+from qwen3_trn.cache import open_cache, tokenize
+from qwen3_trn.data import PackedData, PackedSource
 from qwen3_trn.encode import load_tokenizer
+from qwen3_trn.sources import find_sources
 
 MIN_RATIO = 0.7
 MAX_GROWTH = 200e6

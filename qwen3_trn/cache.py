@@ -30,7 +30,7 @@ import numpy as np
 
 from qwen3_trn import encode
 from qwen3_trn.chat import TrainOn
-from qwen3_trn.encode import Batch, Encoded, Format, Part, encode_source, find_kind
+from qwen3_trn.encode import TOKENIZER_FILES, Batch, Encoded, Format, Part, encode_source, find_kind
 from qwen3_trn.errors import UserError
 from qwen3_trn.folders import publish
 from qwen3_trn.sources import Source, hash_contents, hash_stream, name_place
@@ -38,10 +38,6 @@ from qwen3_trn.sources import Source, hash_contents, hash_stream, name_place
 BadRecords = Literal["error", "skip"]
 
 CACHE_FORMAT = 2  # raise it when the same files, tokenizer and settings come to give another cache
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "added_tokens.json"),
-    *("special_tokens_map.json", "chat_template.jinja"),
-)
 NUM_EXAMPLES = 5  # bad records that are shown
 
 

@@ -35,12 +35,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.storage import WriteResult
 
 from qwen3_trn.errors import UserError
-from qwen3_trn.folders import fsync, publish
+from qwen3_trn.folders import UNFINISHED, fsync, publish
 from qwen3_trn.hf import copy_companions, list_some
 from qwen3_trn.metrics import format_bytes
 
 SUMS_FILE = "SHA256SUMS"
-UNFINISHED = ".unfinished"
 _NAME = r"step_\d+"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW keeps of each parameter, beside the number of its steps
 # Ranks wait for the slowest one's disk here, not for a collective of the training step.

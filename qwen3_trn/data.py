@@ -4,7 +4,9 @@
 
     python - <<END
     from pathlib import Path
-    from qwen3_trn.data import PackedData, PackedSource, find_sources, open_cache, tokenize
+    from qwen3_trn.cache import open_cache, tokenize
+    from qwen3_trn.data import PackedData, PackedSource
+    from qwen3_trn.sources import find_sources
     (source,) = find_sources(["sample"])
     cache = open_cache(tokenize(source, Path("assets/tiny"), Path("/tmp/qwen3_trn")))
     print(PackedData([PackedSource(cache, seq_len=64, seed=0)], [1.0]).batch([0]))
@@ -25,13 +27,10 @@ from typing import Any
 
 import numpy as np
 
-from qwen3_trn.cache import TokenCache, cache_folder, open_cache, tokenize
+from qwen3_trn.cache import TokenCache
 from qwen3_trn.chat import Long
 from qwen3_trn.errors import UserError
 from qwen3_trn.packing import Plan, Rows, build_row, plan_best_fit, plan_concatenated, plan_one_each
-from qwen3_trn.sources import find_sources
-
-__all__ = ["PackedData", "PackedSource", "Rows", "cache_folder", "find_sources", "open_cache", "tokenize"]
 
 SCHEDULE_ROWS = 10_000  # the mix of several sources repeats after so many rows
 

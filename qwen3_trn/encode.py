@@ -36,6 +36,11 @@ from qwen3_trn.sources import END_OF_TEXT, Record, Source, count_bytes, name_pla
 
 Format = Literal["auto", "text", "chat"]
 
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "added_tokens.json"),
+    *("special_tokens_map.json", "chat_template.jinja", "chat_template.json"),
+)
+
 BATCH_BYTES = {"text": 1 << 22, "chat": 1 << 18}
 BYTES_A_WORKER = 1 << 24  # a process takes seconds to start; for less it does not pay
 PART_BYTES = 1 << 28  # of a source that is tokenized while it is trained on

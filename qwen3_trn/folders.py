@@ -13,6 +13,8 @@ from pathlib import Path
 
 from qwen3_trn.errors import UserError
 
+UNFINISHED = ".unfinished"  # in the names of what is not complete
+
 
 @contextlib.contextmanager
 def new_folder(folder: str | Path, replace: bool = False) -> Iterator[Path]:
@@ -25,7 +27,7 @@ def new_folder(folder: str | Path, replace: bool = False) -> Iterator[Path]:
     if not replace and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not empty; nothing is overwritten. Name another folder, or remove it.")
     # A name of its own, so that two processes that write the same folder do not write into each other's.
-    unfinished = folder.with_name(f"{folder.name}.unfinished-{uuid.uuid4().hex[:8]}")
+    unfinished = folder.with_name(f"{folder.name}{UNFINISHED}-{uuid.uuid4().hex[:8]}")
     unfinished.mkdir(parents=True)
     try:
         yield unfinished

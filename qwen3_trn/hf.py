@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from qwen3_trn.config import Qwen3Config
+from qwen3_trn.encode import TOKENIZER_FILES
 from qwen3_trn.errors import UserError
 from qwen3_trn.init import owned_part
 
@@ -28,10 +29,7 @@ INDEX_FILE = "model.safetensors.index.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 # Everything beside the weights that a model folder needs, taken along from the folder that a run starts from.
-COMPANION_FILES = (
-    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"),
-    *("added_tokens.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json"),
-)
+COMPANION_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 
 _EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_proj|up_proj|down_proj)")
 _PER_EXPERT_KEY = re.compile(r".*\.mlp\.experts\.\d+\.")

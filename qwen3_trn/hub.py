@@ -15,7 +15,8 @@ from pathlib import Path
 
 import httpx
 from huggingface_hub import HfApi, constants, errors, get_session, is_offline_mode, snapshot_download
-from huggingface_hub.utils import disable_progress_bars
+from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
 from qwen3_trn.errors import UserError
 
@@ -42,6 +43,11 @@ def download(model_id: str, revision: str | None, with_weights: bool = True) -> 
     (a lost connection, status 408, 429 and 5xx, a damaged file) is tried again, with a line on the console, until
     PATIENCE_S have passed without a new file. If the Hub is out of reach, a full cache will do. Raises UserError.
     """
+    try:
+        validate_repo_id(model_id)
+    except errors.HFValidationError as error:
+        found = f"{model_id!r} is neither a folder here nor a model id such as Qwen/Qwen3-0.6B"
+        raise UserError(f"{found}: {error}") from error
     revision = revision or constants.DEFAULT_REVISION
     if not sys.stderr.isatty():
         disable_progress_bars()
@@ -62,9 +68,6 @@ def download(model_id: str, revision: str | None, with_weights: bool = True) -> 
             if _count_files(model_id) > files_before:  # hashing takes time, so not for what was there already
                 _compare_hashes(model_id, folder)
             break
-        except errors.HFValidationError as error:
-            found = f"{model_id!r} is neither a folder here nor a model id such as Qwen/Qwen3-0.6B"
-            raise UserError(f"{found}: {error}") from error
         except (ValueError, LookupError, TypeError, AssertionError) as error:  # the client trusts what it is answered
             raise UserError(
                 f"{constants.ENDPOINT} does not answer as the Hugging Face Hub does ({error!r}): check HF_ENDPOINT, "
@@ -113,7 +116,7 @@ def _compare_hashes(model_id: str, folder: Path) -> None:
 
 def _count_files(model_id: str) -> int:
     """Complete files of the model in the cache."""
-    blobs = Path(constants.HF_HUB_CACHE, f"models--{model_id.replace('/', '--')}", "blobs")
+    blobs = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=model_id, repo_type="model"), "blobs")
     return sum(not path.name.endswith(".incomplete") for path in blobs.glob("*"))
 
 

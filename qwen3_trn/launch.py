@@ -129,7 +129,8 @@ class StopFlag:
         """What there is to say about the time until torchrun kills this process; empty if it will not."""
         if self._signal_time is None or not dist.is_torchelastic_launched():
             return ""
-        left = _shutdown_timeout() - (time.monotonic() - self._signal_time)
+        timeout = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))  # torchrun's own default
+        left = timeout - (time.monotonic() - self._signal_time)
         return f"; torchrun kills what still runs in {left:.0f} s, unless its --shutdown-timeout says otherwise"
 
     def _handle(self, number: int, frame: Any) -> None:
@@ -144,10 +145,6 @@ class StopFlag:
                 # Not print(), which the signal may have interrupted.
                 text = f"{self.reason}: stopping after this step{self.grace_left()}. A second signal stops at once.\n"
                 os.write(sys.stderr.fileno(), text.encode())
-
-
-def _shutdown_timeout() -> int:
-    return int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))  # torchrun's own default
 
 
 def interrupt_on_signals() -> None:

@@ -1,7 +1,7 @@
 """All that is settled before step 1: model folder, data, how a step is split, the run's folder.
 
     model_folder, commit = find_model(args)
-    settings = resolve(args, config, data, micro_batch_size)     # every default filled in
+    settings = resolve(args, config, data)       # every default filled in
 
 Whatever can be refused is refused here, before anything is written and before a weight is read.
 """

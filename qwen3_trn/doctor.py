@@ -156,7 +156,7 @@ def check_driver(has_neuron: bool) -> list[Finding]:
     neuron_ls = shutil.which("neuron-ls", path=os.environ.get("PATH", "") + ":/opt/aws/neuron/bin")
     if neuron_ls:
         done = subprocess.run([neuron_ls], capture_output=True, text=True, timeout=30)
-        told = (done.stdout + done.stderr).strip()
+        told = re.sub("instance-id: .*", "instance-id: ***", (done.stdout + done.stderr).strip())
         if done.returncode:
             findings.append(Finding("warning", "neuron-ls", f"exit code {done.returncode}", told, told))
         else:
@@ -223,7 +223,12 @@ def check_paths(device: Device) -> list[Finding]:
     draw = partial(_draw, device, dtype)
     paths: list[tuple[str, Callable[[], str], Literal["ok", "warning", "error"], str]] = [
         ("fused attention", partial(_attend, draw), "warning", "attention will be slow, and large for long rows"),
-        ("grouped matmul", partial(_multiply_groups, draw, device), "error", "needed by models with experts"),
+        (
+            "grouped matmul",
+            partial(_multiply_groups, draw, device),
+            "warning",
+            "models with experts need --moe-capacity",
+        ),
         ("fused AdamW", partial(_optimize, draw, "fused"), "error", "the trainer's optimizer"),
         ("foreach AdamW", partial(_optimize, draw, "foreach"), "ok", "not used while fused works"),
         ("all-to-all", partial(_exchange, draw), "ok", "not used: experts gather and scatter"),

@@ -1,12 +1,20 @@
-"""The doctor: packages judged by their metadata alone, findings, exit codes, the report; and the constraints files."""
+"""The doctor: packages judged by their metadata alone, findings, exit codes, the report; and what goes with it.
+
+That is the constraints files, and the script for the first run on Trainium.
+"""
 
 import json
+import os
 import re
+import subprocess
 import sys
+import tomllib
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 from qwen3_trn import doctor
 from qwen3_trn.device import Device
@@ -130,10 +138,10 @@ def test_driver(tmp_path, monkeypatch):
     assert (missing.level, missing.found) == ("warning", "not loaded")
     assert doctor.check_driver(has_neuron=False) == []
     tool = tmp_path / "neuron-ls"
-    tool.write_text("#!/bin/sh\necho instance-type: trn2.3xlarge\n")
+    tool.write_text("#!/bin/sh\necho instance-type: trn2.3xlarge; echo instance-id: i-0a\n")
     tool.chmod(0o755)
     (listed,) = doctor.check_driver(has_neuron=False)
-    assert (listed.level, listed.details) == ("ok", "instance-type: trn2.3xlarge")
+    assert (listed.level, listed.details) == ("ok", "instance-type: trn2.3xlarge\ninstance-id: ***")
     tool.write_text("#!/bin/sh\necho no devices >&2\nexit 3\n")
     (failed,) = doctor.check_driver(has_neuron=False)
     assert (failed.level, failed.found, failed.advice) == ("warning", "exit code 3", "no devices")
@@ -163,7 +171,7 @@ def refuse(*arguments, **keywords):
     ("path", "owner", "name", "level"),
     [
         ("fused attention", torch.nn.functional, "scaled_dot_product_attention", "warning"),
-        ("grouped matmul", torch, "_grouped_mm", "error"),
+        ("grouped matmul", torch, "_grouped_mm", "warning"),
         ("fused AdamW", torch.optim, "AdamW", "error"),
         ("all-to-all", torch.distributed, "all_to_all_single", "ok"),
         ("deterministic mode", torch.nn.functional, "embedding", "ok"),
@@ -260,13 +268,55 @@ def test_constraints_files_are_in_step():
 
 
 def test_the_placeholders_do_not_meet_the_neuron_extra():
-    import tomllib
-
-    from packaging.requirements import Requirement
-
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
     needed = [Requirement(line) for line in project["optional-dependencies"]["neuron"]]
     assert [requirement.name for requirement in needed] == ["torch-neuronx", "neuronx-cc", "nki"]
     for requirement in needed:
         assert not requirement.specifier.contains(doctor.PLACEHOLDERS[requirement.name])
         assert requirement.specifier.contains(NEURON[requirement.name])
+
+
+# ------------------------------------------------------------------------------------------------- the first run
+
+
+def run_first(out: Path, timeout: float, **environment: str) -> subprocess.CompletedProcess:
+    """Run the script with two ranks, on what torch sees here: a CPU."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return subprocess.run(
+        [REPO / "scripts" / "first_run_on_trainium.sh", out],
+        env={**os.environ, "PATH": path, "RANKS": "2", **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def test_first_run_goes_on_when_steps_fail_and_then_fails(tmp_path):
+    """No step has the time it needs: all are tried, all are said to have failed, and the exit code is 1."""
+    process = run_first(tmp_path / "first", timeout=120, STEP_SECONDS="0.1")
+    assert process.returncode == 1
+    names = ["doctor", *(f"{kind}-{how}" for kind in ("dense", "moe") for how in ("eager", "compiled", "cpu"))]
+    assert re.findall("^=== (.*?): ", process.stdout, re.MULTILINE) == names
+    assert process.stdout.count("FAILED with exit code 124") == 7
+    assert "not so: dense-cpu, dense-eager, dense-compiled, moe-cpu, moe-eager, moe-compiled" in process.stdout
+    assert "8 steps failed" in process.stdout
+    assert (tmp_path / "first" / "report.txt").read_text() == process.stdout
+
+    process = run_first(tmp_path / "first", timeout=60)
+    assert process.returncode == 1 and "exists; name another folder" in process.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_first_run_to_its_end(tmp_path):
+    process = run_first(tmp_path / "first", timeout=1100)
+    assert process.returncode == 0, process.stdout
+    report = (tmp_path / "first" / "report.txt").read_text()
+    assert report == process.stdout
+    assert report.count("\nok, ") == 7 and "training would work\n" in report
+    assert len(re.findall("^step 5/5 ", report, re.MULTILINE)) == 6
+    lines = re.findall("^(?:dense|moe) .* off by (.*), gradient norm by (.*)%; .* tokens/s", report, re.MULTILINE)
+    assert len(lines) == 6
+    assert all(float(loss) <= 1e-4 and float(norm) <= 0.01 for loss, norm in lines)  # all of it ran on the CPU in fp32
+    assert "none reported" in report and "all steps worked" in report
+    assert json.loads((tmp_path / "first" / "doctor.json").read_text())["findings_by_rank"]

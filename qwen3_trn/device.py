@@ -116,7 +116,8 @@ class Device:
         """(name, how many of them this process sees, bytes of memory of one)."""
         if self.type == "cpu":
             return f"cpu ({platform.machine()})", 1, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        properties = torch.get_device_module(self.type).get_device_properties(0)
+        module = torch.get_device_module(self.type)
+        properties = module.get_device_properties(module.current_device())
         return f"{self.type} ({properties.name})", torch.accelerator.device_count(), properties.total_memory
 
 

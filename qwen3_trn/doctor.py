@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -217,7 +217,7 @@ def check_device(device: Device, has_neuron: bool) -> list[Finding]:
     return [Finding("ok", "device", found)]
 
 
-def check_paths(device: Device) -> list[Finding]:
+def check_paths(device: Device) -> Iterator[Finding]:
     """Which fast paths exist: each tried on a small tensor, forward and backward."""
     dtype = device.compute_dtype("auto")
     draw = partial(_draw, device, dtype)
@@ -235,14 +235,11 @@ def check_paths(device: Device) -> list[Finding]:
         ("deterministic mode", partial(_repeat, draw, device), "ok", "not used: a resumed run may differ in rounding"),
         ("torch.compile", partial(_compile, draw, device), "warning", "train with --compile off"),
     ]
-    findings = []
     for what, probe, level_of_no, without in paths:
         try:
-            findings.append(Finding("ok", what, f"yes: {probe()}"))
+            yield Finding("ok", what, f"yes: {probe()}")
         except Exception as error:
-            found = f"no: {_first_line(error)}"
-            findings.append(Finding(level_of_no, what, found, without, traceback.format_exc()))
-    return findings
+            yield Finding(level_of_no, what, f"no: {_first_line(error)}", without, traceback.format_exc())
 
 
 def _draw(device: Device, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -319,20 +316,28 @@ def _compile(draw: Callable[..., Tensor], device: Device) -> str:
 
 
 def check_speed(device: Device, seconds: float) -> list[Finding]:
-    """FLOP/s of a large matmul against the peak, which is documented or, where it is not, measured on a smaller one."""
+    """FLOP/s of a large matmul, repeated for `seconds`, against the peak that MFU is against."""
     dtype = device.compute_dtype("auto")
     peak, source = device.peak_flops(dtype)
-    size = 2 ** max(9, min(13, round(math.log2(0.02 * peak / 2) / 3)))  # about 20 ms each
-    a = torch.ones(size, size, dtype=dtype, device=device.torch_device)
-    out = a @ a
-    device.synchronize()
-    started, repeats = time.perf_counter(), 0
-    while time.perf_counter() - started < seconds:
-        for _ in range(10):
-            out = a @ a
-        repeats += 10
+
+    def multiply(a: Tensor, repeats: int) -> tuple[Tensor, float]:
+        """(the product, seconds for all repeats)"""
         device.synchronize()
-    speed = 2 * size**3 * repeats / (time.perf_counter() - started)
+        started = time.perf_counter()
+        for _ in range(repeats):
+            out = a @ a
+        device.synchronize()
+        return out, time.perf_counter() - started
+
+    for size in (1024, 2048, 4096, 8192):  # as large as it must be to fill the device, and no larger
+        a = torch.ones(size, size, dtype=dtype, device=device.torch_device)
+        multiply(a, 1)  # warms up
+        once = multiply(a, 1)[1]
+        if once > 0.005:
+            break
+    repeats = max(1, round(seconds / once))
+    out, taken = multiply(a, repeats)
+    speed = 2 * size**3 * repeats / taken
     what = f"{size} x {size} matmul"
     found = f"{speed / 1e12:.3g} TFLOP/s, {speed / peak:.0%} of {peak / 1e12:.3g} ({source})"
     if not bool((out.cpu() == size).all()):
@@ -374,13 +379,14 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 
-def find_all() -> list[Finding]:
-    """All findings of this rank. The process group comes first: the device may not be touched before it is there."""
+def find_all() -> Iterator[Finding]:
+    """All findings of this rank, as they are made. The device is touched only after the process group is there."""
     packages = find_packages()
     has_neuron = "torch-neuronx" in packages and not packages["torch-neuronx"].is_placeholder
-    findings = check_packages(packages, sys.version_info[:2])
-    findings += _attempt("driver", partial(check_driver, has_neuron))
-    findings += check_environment(os.environ) + check_disks()
+    yield from check_packages(packages, sys.version_info[:2])
+    yield from _attempt("driver", partial(check_driver, has_neuron))
+    yield from check_environment(os.environ)
+    yield from check_disks()
 
     def start() -> list[Finding]:
         launch.init_process_group(device.backend, TIMEOUT.seconds)
@@ -388,15 +394,14 @@ def find_all() -> list[Finding]:
         return check_device(device, has_neuron)
 
     device = Device()
-    started = _attempt("process group", start)
-    findings += started
-    if started[0].level == "error":
-        return findings
-    findings += check_paths(device)
-    findings += _attempt("matmul", partial(check_speed, device, seconds=2.0))
+    (started,) = _attempt("process group", start)
+    yield started
+    if started.level == "error":
+        return
     if launch.WORLD_SIZE > 1:
-        findings += _attempt("all-reduce", partial(check_all_reduce, device))
-    return findings
+        yield from _attempt("all-reduce", partial(check_all_reduce, device))
+    yield from check_paths(device)
+    yield from _attempt("matmul", partial(check_speed, device, seconds=2.0))
 
 
 def show(finding: Finding) -> list[str]:
@@ -406,8 +411,8 @@ def show(finding: Finding) -> list[str]:
 
 
 def conclude(by_rank: list[list[Finding]], report: str | None) -> int:
-    """Print rank 0's findings, and what went wrong on others; write the report. Returns the exit code."""
-    lines = [line for finding in by_rank[0] for line in show(finding)]
+    """Print what went wrong on other ranks than 0, and the verdict; write the report. Returns the exit code."""
+    lines = []
     for rank, findings in enumerate(by_rank[1:], start=1):
         worse = [f._replace(what=f"{f.what}, rank {rank}") for f in findings if f.level == "error"]
         lines += [line for finding in worse for line in show(finding)]
@@ -437,7 +442,11 @@ def examine(report: str | None = None) -> None:
     if report and not Path(report).absolute().parent.is_dir():
         raise UserError(f"--report {report}: the folder does not exist; make it, or name another file.")
     store = launch.store()
-    store.set(f"doctor/{launch.RANK}", json.dumps(find_all()))
+    findings = []
+    for finding in find_all():
+        launch.print0(*show(finding))
+        findings.append(finding)
+    store.set(f"doctor/{launch.RANK}", json.dumps(findings))
 
     def collect() -> int:
         keys = [f"doctor/{rank}" for rank in range(launch.WORLD_SIZE)]

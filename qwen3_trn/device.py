@@ -7,6 +7,7 @@ Facts about `neuron` come from AWS's TorchNeuron and Trainium pages (SDK 2.33); 
 """
 
 import os
+import platform
 import resource
 import time
 from dataclasses import dataclass, field
@@ -184,6 +185,14 @@ class Device:
             self.synchronize()
             best = min(best, time.perf_counter() - start)
         return 2 * size**3 / best, f"measured: {size} x {size} matmul, {str(dtype).removeprefix('torch.')}"
+
+    def inventory(self) -> tuple[str, int, int]:
+        """(name, how many of them this process sees, bytes of memory of one)."""
+        if self.type == "cpu":
+            return f"cpu ({platform.machine()})", 1, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        module = torch.get_device_module(self.type)
+        properties = module.get_device_properties(module.current_device())
+        return f"{self.type} ({properties.name})", torch.accelerator.device_count(), properties.total_memory
 
 
 TRAINIUM2 = Device("neuron")  # what --plan plans for, on any machine

@@ -315,6 +315,14 @@ def _compile(draw: Callable[..., Tensor], device: Device) -> str:
     return f"backend {backend}, {time.perf_counter() - started:.1f} s for one small graph"
 
 
+def check_fallbacks(device: Device) -> list[Finding]:
+    """Operations of the checks so far that ran on the CPU instead of the device."""
+    names = device.fallback_operations()
+    if names:
+        return [Finding("warning", "ran on the CPU", ", ".join(names), "slow if a model needs them in every step")]
+    return [Finding("ok", "ran on the CPU", "nothing, so far as the device tells")]
+
+
 def check_speed(device: Device, seconds: float) -> list[Finding]:
     """FLOP/s of a large matmul, repeated for `seconds`, against the peak that MFU is against."""
     dtype = device.compute_dtype("auto")
@@ -385,6 +393,8 @@ def find_all() -> Iterator[Finding]:
     has_neuron = "torch-neuronx" in packages and not packages["torch-neuronx"].is_placeholder
     yield from check_packages(packages, sys.version_info[:2])
     yield from _attempt("driver", partial(check_driver, has_neuron))
+    device = Device()
+    device.set_environment()
     yield from check_environment(os.environ)
     yield from check_disks()
 
@@ -393,7 +403,6 @@ def find_all() -> Iterator[Finding]:
         device.start(launch.LOCAL_RANK, launch.LOCAL_WORLD_SIZE)
         return check_device(device, has_neuron)
 
-    device = Device()
     (started,) = _attempt("process group", start)
     yield started
     if started.level == "error":
@@ -401,6 +410,7 @@ def find_all() -> Iterator[Finding]:
     if launch.WORLD_SIZE > 1:
         yield from _attempt("all-reduce", partial(check_all_reduce, device))
     yield from check_paths(device)
+    yield from check_fallbacks(device)
     yield from _attempt("matmul", partial(check_speed, device, seconds=2.0))
 
 

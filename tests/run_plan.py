@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from qwen3_trn import Qwen3Config, launch
 from qwen3_trn.config import TrainConfig, parse_args
-from qwen3_trn.device import Device
+from qwen3_trn.device import TRAINIUM2, Device
 from qwen3_trn.init import init_weights, local_tensor
 from qwen3_trn.parallel import build_mesh, build_model
 from qwen3_trn.start import split_batch
@@ -95,6 +95,8 @@ def measure(raw: dict, flags: list[str]) -> dict:
     args, config, ranks = settings(flags), Qwen3Config.from_dict(raw), launch.WORLD_SIZE
     dims = build_mesh(ranks, args.dp_replicate, args.dp_shard, args.tp, args.ep)
     model = build_model(config, dims, Device("cpu"), torch.float32, args.ac)
+    for experts in (module for module in model.modules() if isinstance(module, Experts)):
+        experts.block = TRAINIUM2.expert_block  # the device that is planned for
     init_weights(dict(model.named_parameters()), std=0.02, seed=1)
     optimizer = build_optimizer(model, args)
     micro_batch_size, num_micro_steps = split_batch(args, ranks // args.tp)

@@ -20,6 +20,7 @@ from qwen3_trn import Qwen3Config, launch
 from qwen3_trn.config import TrainConfig, parse_args
 from qwen3_trn.device import TRAINIUM2, Device
 from qwen3_trn.init import init_weights, local_tensor
+from qwen3_trn.moe import Experts
 from qwen3_trn.parallel import build_mesh, build_model
 from qwen3_trn.start import split_batch
 from qwen3_trn.titan import clip_grad_norm_

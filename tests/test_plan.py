@@ -160,12 +160,14 @@ def test_two_depths_give_what_counting_every_layer_gives(size, ranks, flags):
 
 def test_experts_buffers_against_balanced_routing():
     raw = {"num_hidden_layers": 2}
-    flags = ["--global-batch-size=8", "--seq-len=512"]
-    assert plan_size("30B-A3B", 4, *flags, **raw).rows_over_ideal == 1
-    # Every rank of a group has room for the case that all tokens choose its experts.
-    assert plan_size("30B-A3B", 4, *flags, "--ep=4", **raw).rows_over_ideal == 4
+    flags = ["--global-batch-size=8", "--seq-len=4096"]
+    # 8,192 tokens choose 8 experts each; each of 128 experts may need 127 rows more to fill its last block of 128.
+    assert plan_size("30B-A3B", 4, *flags, **raw).rows_over_ideal == (8192 * 8 + 128 * 127) / (8192 * 8)
+    # Every rank of a group has room for the case that all tokens choose its experts, a quarter of them.
+    whole_blocks = -(-(8192 * 8 + 32 * 127) // 128) * 128
+    assert plan_size("30B-A3B", 4, *flags, "--ep=4", **raw).rows_over_ideal == whole_blocks / (8192 * 8 / 4)
     bounded = plan_size("30B-A3B", 4, *flags, "--ep=4", "--moe-capacity=1.5", **raw)
-    assert bounded.rows_over_ideal == pytest.approx(1.5, abs=0.01)
+    assert bounded.rows_over_ideal == 1.5
     assert bounded.working < plan_size("30B-A3B", 4, *flags, "--ep=4", **raw).working
     assert plan_size("0.6B", 1, *flags, **raw).rows_over_ideal is None
 

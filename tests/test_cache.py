@@ -149,6 +149,7 @@ def test_worker_processes_make_the_same_cache(tmp_path, monkeypatch):
     monkeypatch.setitem(encode.BATCH_BYTES, "chat", 1000)
     one = tokenize(good, bad, bad_records="skip")
     monkeypatch.setattr(encode, "BYTES_A_WORKER", bad.stat().st_size // 2)
+    monkeypatch.setattr(encode, "MIN_WORKERS", 2)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     sizes = []
     start = encode.ProcessPoolExecutor
@@ -164,11 +165,11 @@ def test_worker_processes_make_the_same_cache(tmp_path, monkeypatch):
 def test_workers_end_with_their_parent(tmp_path):
     """Workers ignore SIGTERM, as a parent that is told to stop still needs them; when it is killed they end."""
     code = (
-        "import os, time\nfrom qwen3_trn.encode import Batch, _encode_in_workers\n"
+        "import os, time\nfrom qwen3_trn.encode import Batch, _encode_in_processes\n"
         "def get_process(records):\n"
         "    return os.getpid()\n"
         "if __name__ == '__main__':\n"
-        "    for _, process in _encode_in_workers(get_process, iter([Batch('', [], None)]), 1):\n"
+        "    for _, process in _encode_in_processes(get_process, iter([Batch('', [], None)]), 1):\n"
         "        print(process, flush=True)\n"
         "        time.sleep(100)\n"
     )
@@ -201,7 +202,7 @@ def die_or_wait(records) -> None:
 def test_a_worker_that_is_killed_ends_the_others():
     batches = iter([encode.Batch("", records, None) for records in ([1], [])])
     with pytest.raises(UserError, match="a process that tokenizes was killed, as the system does when memory runs out"):
-        list(encode._encode_in_workers(die_or_wait, batches, 2))
+        list(encode._encode_in_processes(die_or_wait, batches, 2))
 
 
 def is_running(process: int) -> bool:

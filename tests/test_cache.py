@@ -118,6 +118,19 @@ def test_published_tokenizer(tmp_path):
     assert read_documents(made) == [[*tokenizer(text).input_ids, 151643] for text in texts]
 
 
+def test_a_tokenizer_that_pads_and_cuts_is_told_not_to(tmp_path, tokenizer):
+    from tokenizers import Tokenizer
+
+    folder = shutil.copytree(TINY, tmp_path / "tokenizer")
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.enable_truncation(3)
+    backend.enable_padding(length=9)
+    backend.save(str(folder / "tokenizer.json"))
+    texts = ["One day", "Mia lost her hat, and then she found it."]
+    made = tokenize(write_jsonl(tmp_path / "a.jsonl", [{"text": t} for t in texts]), tokenizer_dir=folder)
+    assert [document[:-1] for document in read_documents(made)] == tokenizer(texts).input_ids
+
+
 def test_the_largest_token_and_its_file(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "b.txt").write_text("b <think>")

@@ -206,16 +206,20 @@ def test_workers_end_with_their_parent(tmp_path):
     assert not is_running(worker)
 
 
-def die_or_wait(records) -> None:
-    if not records:
+def wait_or_return_or_die(records) -> None:
+    if records == ["wait"]:
+        time.sleep(100)
+    elif records == ["die"]:
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(100)
 
 
 def test_a_worker_that_is_killed_ends_the_others():
-    batches = iter([encode.Batch("", records, None) for records in ([1], [])])
+    # Python's pool looks at a worker that it has just started only after the next result: hence the one that returns.
+    batches = iter([encode.Batch("", [what], None) for what in ("wait", "return", "die")])
+    started = time.monotonic()
     with pytest.raises(UserError, match="a process that tokenizes was killed, as the system does when memory runs out"):
-        list(encode._encode_in_processes(die_or_wait, batches, 2))
+        list(encode._encode_in_processes(wait_or_return_or_die, batches, 2))
+    assert time.monotonic() - started < 90, "the one that waits was not ended"
 
 
 def is_running(process: int) -> bool:

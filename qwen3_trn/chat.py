@@ -13,7 +13,8 @@ The ids are those of the whole conversation, rendered once by the tokenizer's ow
 what it is given (Qwen3's drops the reasoning of earlier turns and inserts empty think blocks), so the turns are found
 neither by their content nor from prefixes of the conversation. It is rendered a second time, with a sentinel in place
 of each assistant turn. The pieces between the sentinels must be in the first text too, in this order and in one way
-only. What lies between them there is what the template made of the turns.
+only. What lies between them there is what the template made of the turns. Where the template writes all contents as
+they are, which is checked, a second rendering serves all conversations of the same roles.
 
 A turn begins after the header that asks for it, which is the template's generation prompt, and ends with the special
 token that closes it: `<|im_start|>assistant\\n` is not supervised, `<|im_end|>` is, the line break after it is not. A

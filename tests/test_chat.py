@@ -441,8 +441,8 @@ def test_templates_that_can_be_followed(template, expected):
     assert last.reasoning_dropped == ("Hard." not in expected[1])
 
 
-# It reads what the user writes, as Qwen3's does; the other writes contents without anything between.
-READING = THINKING.replace("set last = loop.last", "set last = loop.last and not messages[0].content.startswith('a')")
+# One reads what others write, as Qwen3's does; the other writes contents without anything between.
+READING = THINKING.replace("{{ m.content", "{{ '!' if messages[0].content | length < 4 }}{{ m.content")
 BARE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 

@@ -13,7 +13,8 @@ The ids are those of the whole conversation, rendered once by the tokenizer's ow
 what it is given (Qwen3's drops the reasoning of earlier turns and inserts empty think blocks), so the turns are found
 neither by their content nor from prefixes of the conversation. It is rendered a second time, with a sentinel in place
 of each assistant turn. The pieces between the sentinels must be in the first text too, in this order and in one way
-only. What lies between them there is what the template made of the turns.
+only. What lies between them there is what the template made of the turns. Where the template writes all contents as
+they are, which is checked, a second rendering serves all conversations of the same roles.
 
 A turn begins after the header that asks for it, which is the template's generation prompt, and ends with the special
 token that closes it: `<|im_start|>assistant\\n` is not supervised, `<|im_end|>` is, the line break after it is not. A
@@ -22,9 +23,10 @@ not: when the model writes, the header is already there.
 """
 
 import functools
+import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -298,20 +300,15 @@ def _mark_chat(tokenizer, chat: Chat, train_on: TrainOn, mask_empty_think: bool)
 
 
 def _find_turns(tokenizer, edges: _Edges, chat: Chat, text: str, indices: Sequence[int]) -> list[_Turn] | None:
-    """Where the messages at `indices` stand in `text`, the rendering of `chat`; None if that is not certain.
-
-    With sentinels in their place, the template shows what it writes before, between and after them.
-    """
-    mark = next(mark for mark in map(chr, range(0xE000, 0xF900)) if mark not in text)  # private use: no meaning
+    """Where the messages at `indices` stand in `text`, the rendering of `chat`; None if that is not certain."""
     messages = list(chat.messages)
     for index in indices:
-        others = {k: v for k, v in messages[index].items() if k not in ("reasoning_content", "tool_calls")}
-        messages[index] = others | {"content": f"{mark}{index}{mark}"}
-    pieces = re.split(f"{mark}([0-9]+){mark}", _apply_template(tokenizer, messages, chat.tools))
-    if pieces[1::2] != list(map(str, indices)):
+        messages[index] = {k: v for k, v in messages[index].items() if k not in ("reasoning_content", "tool_calls")}
+    fixed = _fill_skeleton(tokenizer, messages, chat.tools, text, indices)
+    fixed = fixed or _render_skeleton(tokenizer, messages, chat.tools, text, indices)
+    if fixed is None:
         return None
-
-    fixed, empty_thinks = pieces[::2], []
+    empty_thinks = []
     for k in range(len(indices)):
         match = edges.before.search(fixed[k])
         empty_thinks.append(match[1] if match else "")
@@ -325,6 +322,53 @@ def _find_turns(tokenizer, edges: _Edges, chat: Chat, text: str, indices: Sequen
         closing = edges.after.match(fixed[k + 1])
         turns.append(_Turn(start, end, end + (len(closing[0]) if closing else 0), empty_think))
     return turns
+
+
+def _render_skeleton(
+    tokenizer, messages: Sequence[dict], tools: list | None, text: str, indices: Sequence[int]
+) -> list[str] | None:
+    """What the template writes before, between and after the contents of the messages at `indices`.
+
+    Sentinels that are not in `text` show it, in place of the contents. None if the template does not write each once,
+    in order.
+    """
+    mark = next(mark for mark in map(chr, range(0xE000, 0xF900)) if mark not in text)  # private use: no meaning
+    marked = list(messages)
+    for index in indices:
+        marked[index] = messages[index] | {"content": f"{mark}{index}{mark}"}
+    pieces = re.split(f"{mark}([0-9]+){mark}", _apply_template(tokenizer, marked, tools))
+    return pieces[::2] if pieces[1::2] == list(map(str, indices)) else None
+
+
+def _fill_skeleton(
+    tokenizer, messages: Sequence[dict], tools: list | None, text: str, indices: Sequence[int]
+) -> list[str] | None:
+    """The skeleton without a rendering: that of these roles, in which the other messages' contents are filled in.
+
+    None unless it is certain: with all contents filled in, it has to be `text`. The template then writes the contents
+    as they are, between the same pieces as it writes any.
+    """
+    if tools or any(message.keys() != {"role", "content"} for message in messages):
+        return None
+    pieces = _skeleton_of(tokenizer, template_of(tokenizer), tuple(message["role"] for message in messages))
+    if pieces is None:
+        return None
+    filled = [pieces[0]]
+    for message, piece in zip(messages, pieces[1:], strict=True):
+        filled += message["content"], piece
+    if "".join(filled) != text:
+        return None
+    bounds = [-1, *(2 * index + 1 for index in indices), len(filled)]
+    return ["".join(filled[start + 1 : end]) for start, end in itertools.pairwise(bounds)]
+
+
+@functools.lru_cache(maxsize=1000)
+def _skeleton_of(tokenizer, template: str, roles: tuple[str, ...]) -> list[str] | None:
+    messages = [{"role": role, "content": ""} for role in roles]
+    try:
+        return _render_skeleton(tokenizer, messages, None, template, range(len(roles)))
+    except BadRecord:  # it does not take every content
+        return None
 
 
 def _fit(pieces: Sequence[str], text: str) -> list[int] | None:
@@ -403,14 +447,13 @@ def render_batch(
         except BadRecord as error:
             results.append(error)
     texts = [result.text for result in results if isinstance(result, _Marked)]
-    tokens: Iterator = iter(())
-    if texts:  # the tokenizer refuses an empty list
-        encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        tokens = zip(encoded.input_ids, encoded.encodings, strict=True)
-    return [result if isinstance(result, BadRecord) else _supervise(result, *next(tokens)) for result in results]
+    encodings = iter(tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False))
+    return [result if isinstance(result, BadRecord) else _supervise(result, next(encodings)) for result in results]
 
 
-def _supervise(marked: _Marked, ids: list[int], encoding) -> Conversation | BadRecord:
+def _supervise(marked: _Marked, encoding) -> Conversation | BadRecord:
+    ids = encoding.ids
+
     def token_of(char: int) -> int:
         """The first token that ends after `char`."""
         for place in range(char, len(marked.text)):

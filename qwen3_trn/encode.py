@@ -1,4 +1,4 @@
-"""Records to token ids: texts by the threads of the tokenizer, conversations by processes.
+"""Records to token ids, on all cores.
 
     python - <<END
     from pathlib import Path
@@ -9,6 +9,7 @@
     END
 
 A text becomes a document of its tokens and the end-of-text token, a conversation one as the chat template renders it.
+The tokenizer has threads of its own. Templates are rendered by one core a process, beside them.
 """
 
 import collections
@@ -21,7 +22,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Literal, NamedTuple, cast
@@ -43,6 +44,7 @@ TOKENIZER_FILES = (
 
 BATCH_BYTES = {"text": 1 << 22, "chat": 1 << 18}
 BYTES_A_WORKER = 1 << 24  # a process takes seconds to start; for less it does not pay
+MIN_WORKERS = 5  # one process renders as fast as the tokenizer takes it on up to four cores
 PART_BYTES = 1 << 28  # of a source that is tokenized while it is trained on
 
 
@@ -52,9 +54,12 @@ def load_tokenizer(folder: Path):
     from transformers import AutoTokenizer  # here, because it takes seconds
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # whatever a damaged file makes transformers raise
         raise UserError(f"the tokenizer in {folder} cannot be loaded: {error!r}.") from error
+    tokenizer.backend_tokenizer.no_truncation()  # a tokenizer.json can ask for both
+    tokenizer.backend_tokenizer.no_padding()
+    return tokenizer
 
 
 @functools.cache
@@ -123,9 +128,8 @@ def _encode_texts(tokenizer_dir: Path, records: Sequence[Record]) -> Encoded:
         if text.strip():
             texts.append(text)
             is_end.append(record.is_end)
-    ids = []
-    if texts:  # the tokenizer refuses an empty list
-        ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False).input_ids
+    encode = tokenizer.backend_tokenizer.encode_batch_fast  # without offsets
+    ids = [encoding.ids for encoding in encode(texts, add_special_tokens=False)]
     for document, ends in zip(ids, is_end, strict=True):
         if ends:
             document.append(end_of_text)
@@ -212,33 +216,41 @@ def encode_source(
         encode = functools.partial(_encode_chats, tokenizer_dir, train_on, settings["mask_empty_think"] == "True")
     load_tokenizer(tokenizer_dir)  # its errors come first
     num_bytes = PART_BYTES if part else sum(map(count_bytes, source.names))
-    num_workers = min(len(os.sched_getaffinity(0)), num_bytes // BYTES_A_WORKER) if kind == "chat" else 1
+    num_workers = min(len(os.sched_getaffinity(0)), num_bytes // BYTES_A_WORKER)
     with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="Tokenizing", disable=True if part else None) as bar:
         batches = _read_batches(source, BATCH_BYTES[kind], bar, part)
-        if num_workers > 1:
-            yield from _encode_in_workers(encode, batches, num_workers)
+        if kind == "text":
+            yield from ((batch, encode(batch.records)) for batch in batches)
+        elif num_workers < MIN_WORKERS:
+            with ThreadPoolExecutor(2) as threads:  # one renders while the other is in the tokenizer
+                yield from _encode_ahead(encode, batches, threads, 2)
         else:
-            for batch in batches:
-                yield batch, encode(batch.records)
+            yield from _encode_in_processes(encode, batches, num_workers)
 
 
-def _encode_in_workers(
+def _encode_ahead(
+    encode: Callable[[Sequence[Record]], Encoded], batches: Iterator[Batch], workers: Executor, num_workers: int
+) -> Generator[tuple[Batch, Encoded], None, None]:
+    waiting: collections.deque = collections.deque()
+    for batch in batches:
+        # This starts processes, which inherit what is blocked: signals are left to the parent.
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        waiting.append((batch, workers.submit(encode, batch.records)))
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        if len(waiting) > 2 * num_workers:
+            batch, future = waiting.popleft()
+            yield batch, future.result()
+    for batch, future in waiting:
+        yield batch, future.result()
+
+
+def _encode_in_processes(
     encode: Callable[[Sequence[Record]], Encoded], batches: Iterator[Batch], num_workers: int
 ) -> Generator[tuple[Batch, Encoded], None, None]:
     context = multiprocessing.get_context("spawn")  # a copy of this process would share its locks and devices
     with ProcessPoolExecutor(num_workers, context, _start_worker) as workers:
         try:
-            waiting: collections.deque = collections.deque()
-            for batch in batches:
-                # This starts processes, which inherit what is blocked: signals are left to the parent.
-                unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-                waiting.append((batch, workers.submit(encode, batch.records)))
-                signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-                if len(waiting) > 2 * num_workers:
-                    batch, future = waiting.popleft()
-                    yield batch, future.result()
-            for batch, future in waiting:
-                yield batch, future.result()
+            yield from _encode_ahead(encode, batches, workers, num_workers)
         except BaseException as error:
             # At once, for they only compute. The executor would wait for them: they do not take its SIGTERM.
             for worker in (workers._processes or {}).values():

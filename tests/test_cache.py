@@ -118,6 +118,19 @@ def test_published_tokenizer(tmp_path):
     assert read_documents(made) == [[*tokenizer(text).input_ids, 151643] for text in texts]
 
 
+def test_a_tokenizer_that_pads_and_cuts_is_told_not_to(tmp_path, tokenizer):
+    from tokenizers import Tokenizer
+
+    folder = shutil.copytree(TINY, tmp_path / "tokenizer")
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.enable_truncation(3)
+    backend.enable_padding(length=9)
+    backend.save(str(folder / "tokenizer.json"))
+    texts = ["One day", "Mia lost her hat, and then she found it."]
+    made = tokenize(write_jsonl(tmp_path / "a.jsonl", [{"text": t} for t in texts]), tokenizer_dir=folder)
+    assert [document[:-1] for document in read_documents(made)] == tokenizer(texts).input_ids
+
+
 def test_the_largest_token_and_its_file(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "b.txt").write_text("b <think>")
@@ -149,6 +162,7 @@ def test_worker_processes_make_the_same_cache(tmp_path, monkeypatch):
     monkeypatch.setitem(encode.BATCH_BYTES, "chat", 1000)
     one = tokenize(good, bad, bad_records="skip")
     monkeypatch.setattr(encode, "BYTES_A_WORKER", bad.stat().st_size // 2)
+    monkeypatch.setattr(encode, "MIN_WORKERS", 2)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     sizes = []
     start = encode.ProcessPoolExecutor
@@ -164,11 +178,11 @@ def test_worker_processes_make_the_same_cache(tmp_path, monkeypatch):
 def test_workers_end_with_their_parent(tmp_path):
     """Workers ignore SIGTERM, as a parent that is told to stop still needs them; when it is killed they end."""
     code = (
-        "import os, time\nfrom qwen3_trn.encode import Batch, _encode_in_workers\n"
+        "import os, time\nfrom qwen3_trn.encode import Batch, _encode_in_processes\n"
         "def get_process(records):\n"
         "    return os.getpid()\n"
         "if __name__ == '__main__':\n"
-        "    for _, process in _encode_in_workers(get_process, iter([Batch('', [], None)]), 1):\n"
+        "    for _, process in _encode_in_processes(get_process, iter([Batch('', [], None)]), 1):\n"
         "        print(process, flush=True)\n"
         "        time.sleep(100)\n"
     )
@@ -192,16 +206,20 @@ def test_workers_end_with_their_parent(tmp_path):
     assert not is_running(worker)
 
 
-def die_or_wait(records) -> None:
-    if not records:
+def wait_or_return_or_die(records) -> None:
+    if records == ["wait"]:
+        time.sleep(100)
+    elif records == ["die"]:
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(100)
 
 
 def test_a_worker_that_is_killed_ends_the_others():
-    batches = iter([encode.Batch("", records, None) for records in ([1], [])])
+    # Python's pool looks at a worker that it has just started only after the next result: hence the one that returns.
+    batches = iter([encode.Batch("", [what], None) for what in ("wait", "return", "die")])
+    started = time.monotonic()
     with pytest.raises(UserError, match="a process that tokenizes was killed, as the system does when memory runs out"):
-        list(encode._encode_in_workers(die_or_wait, batches, 2))
+        list(encode._encode_in_processes(wait_or_return_or_die, batches, 2))
+    assert time.monotonic() - started < 90, "the one that waits was not ended"
 
 
 def is_running(process: int) -> bool:

@@ -19,7 +19,18 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from qwen3_trn.chat import BadRecord, Chat, Conversation, Pair, _fit, recognise, render_batch, template_of, to_chat
+from qwen3_trn.chat import (
+    BadRecord,
+    Chat,
+    Conversation,
+    Pair,
+    _fit,
+    _mark_chat,
+    recognise,
+    render_batch,
+    template_of,
+    to_chat,
+)
 from qwen3_trn.errors import UserError
 from tests.common import TINY
 
@@ -428,6 +439,42 @@ def test_templates_that_can_be_followed(template, expected):
     last = render(tokenizer, messages, train_on="last")
     assert supervised_text(tokenizer, last) == expected[1:]
     assert last.reasoning_dropped == ("Hard." not in expected[1])
+
+
+# One reads what others write, as Qwen3's does; the other writes contents without anything between.
+READING = THINKING.replace("{{ m.content", "{{ '!' if messages[0].content | length < 4 }}{{ m.content")
+BARE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@given(MESSAGES, st.sampled_from([CHATML, THINKING, OPENING, READING, BARE]), st.sampled_from(["assistant", "last"]))
+@settings(max_examples=300, deadline=None)
+def test_a_skeleton_that_is_filled_gives_the_spans_of_one_that_is_rendered(messages, template, train_on):
+    tokenizer, chat = with_template(template), Chat(messages, None)
+
+    def mark():
+        try:
+            return _mark_chat(tokenizer, chat, train_on, True)
+        except BadRecord as error:
+            return str(error)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qwen3_trn.chat._fill_skeleton", lambda *_: None)
+        expected = mark()
+    assert mark() == expected
+
+
+with_template = functools.cache(tiny)
+
+
+def test_conversations_of_the_same_roles_are_rendered_once_each(monkeypatch):
+    tokenizer, rendered = tiny(), []
+    apply_template = tokenizer.apply_chat_template
+    monkeypatch.setattr(tokenizer, "apply_chat_template", lambda *a, **k: rendered.append(a) or apply_template(*a, **k))
+    chats = [Chat([system("s"), user(letter), assistant(letter)], None) for letter in "abcdefgh"]
+    render_batch(tokenizer, chats[:1])
+    rendered.clear()
+    render_batch(tokenizer, chats[1:])
+    assert len(rendered) == len(chats[1:])
 
 
 @pytest.mark.parametrize("template", [THINKING, OPENING])

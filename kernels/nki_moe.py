@@ -1,0 +1,198 @@
+"""`moe_experts` on Trainium by NKI kernels, in place of the default of qwen3_trn/moe.py, which has the same signature.
+
+    y, gate, up = nki_moe.moe_experts(x, *assign_slots(expert_ids, num_experts, block=128), gate_proj, up_proj, down_proj)
+
+`supports(...)` of the same arguments says why they do not fit, or None. The kernels are in nki_moe_kernels.py.
+docs/kernels.md: what they cost, and what ran where.
+"""
+
+import functools
+import os
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+from qwen3_trn import moe
+from qwen3_trn.errors import UserError
+
+TILE = 128  # rows; an expert's slots are a multiple
+STEP = 256  # the two cores share the hidden and the intermediate dim, each in blocks of 128
+MAX_WIDTH = 512  # columns of a PSUM bank in fp32: what a core computes of the intermediate dim at a time
+# Bytes of a partition that a kernel may plan with: of Trainium2's 224 KiB, the DMA engines' descriptor rings take
+# 16 KiB (AWS, "Trainium2 Architecture Guide for NKI").
+SBUF_BYTES = 208 * 1024
+NUM_CORES = 2  # NeuronCores of a logical core, LNC
+
+
+def forward_bytes(hidden: int, width: int, itemsize: int, sliced: bool) -> int:
+    """SBUF of forward, bytes per partition: the weights twice, to load the next expert's, and all of two tiles."""
+    weights = 3 * hidden * width // TILE * itemsize
+    # x and its transpose; gate, up, act; act transposed, of both cores.
+    tile = (2 * hidden + 5 * width) * itemsize + _product_bytes(hidden, itemsize, sliced)
+    return 2 * weights + 2 * tile
+
+
+def backward_bytes(hidden: int, width: int, itemsize: int, sliced: bool) -> int:
+    """SBUF of backward: the weights twice, their gradients in fp32 and on the way out, and all of two tiles."""
+    weights = 3 * hidden * width // TILE
+    # x, y_grad and its transpose; seven of the core's width; two gradients transposed, of both cores.
+    tile = (3 * hidden + 11 * width) * itemsize + _product_bytes(hidden, itemsize, sliced)
+    return 2 * weights * itemsize + weights * 4 + 2 * hidden * itemsize + 2 * tile
+
+
+def _product_bytes(hidden: int, itemsize: int, sliced: bool) -> int:
+    """A core's half of the columns of y or of x's gradient; sliced: in fp32, with the sum so far."""
+    return hidden // 2 * (8 if sliced else itemsize)
+
+
+def count_slices(hidden: int, intermediate: int, num_slots: int, num_experts: int, itemsize: int, bytes_of) -> int:
+    """The fewest slices of the intermediate dim with which a kernel fits into SBUF; 0 if it does not.
+
+    bytes_of: `forward_bytes` or `backward_bytes`.
+    """
+    indices = 4 * (num_slots // TILE + 3 * num_experts)
+    for slices in range(1, intermediate // STEP + 1):
+        width = intermediate // slices // 2
+        whole = intermediate % (STEP * slices) == 0 and width <= MAX_WIDTH
+        if whole and bytes_of(hidden, width, itemsize, slices > 1) + indices <= SBUF_BYTES:
+            return slices
+    return 0
+
+
+def _slices(x: Tensor, choice_of_slot: Tensor, gate_proj: Tensor, bytes_of) -> int:
+    num_experts, intermediate, hidden = gate_proj.shape
+    return count_slices(hidden, intermediate, choice_of_slot.shape[0], num_experts, x.itemsize, bytes_of)
+
+
+def supports(
+    x: Tensor,
+    choice_of_slot: Tensor,
+    slot_of_choice: Tensor,
+    group_ends: Tensor,
+    gate_proj: Tensor,
+    up_proj: Tensor,
+    down_proj: Tensor,
+) -> str | None:
+    """Why the kernels cannot take these arguments of `moe_experts` (meta tensors do), or None if they can."""
+    _, intermediate, hidden = gate_proj.shape
+    lnc = os.environ.get("NEURON_LOGICAL_NC_CONFIG", "2")
+    if lnc != str(NUM_CORES):
+        return f"NEURON_LOGICAL_NC_CONFIG={lnc}; the kernels run on logical cores of {NUM_CORES} NeuronCores"
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        return f"dtype {x.dtype}; the kernels compute in bfloat16 or float32"
+    if any(weight.dtype != x.dtype for weight in (gate_proj, up_proj, down_proj)):
+        return f"weights of dtype {gate_proj.dtype}, {up_proj.dtype}, {down_proj.dtype} with tokens of {x.dtype}"
+    if choice_of_slot.dtype != torch.int32:
+        return f"slots of dtype {choice_of_slot.dtype}; expected int32"
+    if choice_of_slot.shape[0] % TILE:
+        return f"{choice_of_slot.shape[0]} slots; expected a multiple of {TILE}: assign_slots(..., block={TILE})"
+    for name, size in (("hidden_size", hidden), ("moe_intermediate_size (of this rank)", intermediate)):
+        if size % STEP:
+            return f"{name} {size}; expected a multiple of {STEP}"
+    for kernel, bytes_of in (("forward", forward_bytes), ("backward", backward_bytes)):
+        if not _slices(x, choice_of_slot, gate_proj, bytes_of):
+            return f"hidden_size {hidden} in {x.dtype}: {kernel} does not fit into {SBUF_BYTES // 1024} KiB of SBUF"
+    return None
+
+
+def tile_indices(choice_of_slot: Tensor, slot_of_choice: Tensor, group_ends: Tensor) -> tuple[Tensor, Tensor]:
+    """What the kernels want to know of the slots, int32.
+
+    Returns the token of each slot, [128, tiles], N (the number of tokens) for a pad; and [1, 3E]: each expert's first
+    tile, the end of its pairs of tiles, the end of its tiles.
+    """
+    token_ids = (choice_of_slot // slot_of_choice.shape[1]).view(-1, TILE).T.contiguous()
+    ends = group_ends // TILE
+    starts = F.pad(ends[:-1], (1, 0))
+    pair_ends = starts + (ends - starts) // 2 * 2
+    return token_ids, torch.stack((starts, pair_ends, ends), dim=1).view(1, -1)
+
+
+def _tiles(rows: Tensor) -> Tensor:
+    return rows.contiguous().view(-1, TILE, rows.shape[1])
+
+
+@functools.cache
+def _operation():
+    """The operation, defined when it is first used: before that, neither AWS's package nor the kernels are imported."""
+    from torch_neuronx import nki_op
+
+    from qwen3_trn.kernels.nki_moe_kernels import experts_backward, experts_forward
+
+    @nki_op("qwen3_trn::nki_moe_experts", mutates_args={})
+    def forward(
+        x: Tensor,
+        choice_of_slot: Tensor,
+        slot_of_choice: Tensor,
+        group_ends: Tensor,
+        gate_proj: Tensor,
+        up_proj: Tensor,
+        down_proj: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        indices = tile_indices(choice_of_slot, slot_of_choice, group_ends)
+        slices = _slices(x, choice_of_slot, gate_proj, forward_bytes)
+        weights = (gate_proj.contiguous(), up_proj.contiguous(), down_proj.contiguous())
+        y, gate, up = experts_forward[NUM_CORES](x.contiguous(), *indices, *weights, slices)
+        return y.flatten(0, 1), gate.flatten(0, 1), up.flatten(0, 1)
+
+    @nki_op("qwen3_trn::nki_moe_experts_backward", mutates_args={})
+    def backward(
+        y_grad: Tensor,
+        x: Tensor,
+        choice_of_slot: Tensor,
+        slot_of_choice: Tensor,
+        group_ends: Tensor,
+        gate_proj: Tensor,
+        up_proj: Tensor,
+        down_proj: Tensor,
+        gate: Tensor,
+        up: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        slots = moe.Slots(choice_of_slot, slot_of_choice, group_ends)
+        slices = _slices(x, choice_of_slot, gate_proj, backward_bytes)
+        weights = (gate_proj.contiguous(), up_proj.contiguous(), down_proj.contiguous())
+        slots_x_grad, *weight_grads = experts_backward[NUM_CORES](
+            _tiles(y_grad), x.contiguous(), *tile_indices(*slots), *weights, _tiles(gate), _tiles(up), slices
+        )
+        # A token's gradient is the sum over its slots.
+        ones = torch.ones(slot_of_choice.shape, dtype=torch.float32, device=x.device)
+        return moe.combine(slots_x_grad.flatten(0, 1), ones, slots), *weight_grads
+
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(*inputs, *output[1:])
+
+    def autograd(ctx, y_grad: Tensor, _gate_grad, _up_grad):
+        x_grad, *weight_grads = backward(y_grad, *ctx.saved_tensors)
+        return x_grad, None, None, None, *weight_grads
+
+    # Shapes and FLOPs are those of the default.
+    forward.register_fake(moe.moe_experts)
+    backward.register_fake(moe.moe_experts_backward)
+    forward.register_autograd(autograd, setup_context=setup_context)
+    for name in ("moe_experts", "moe_experts_backward"):
+        default, ours = getattr(torch.ops.qwen3_trn, name), getattr(torch.ops.qwen3_trn, f"nki_{name}")
+        register_flop_formula(ours, get_raw=True)(flop_registry[default])
+    return forward
+
+
+def moe_experts(
+    x: Tensor,
+    choice_of_slot: Tensor,
+    slot_of_choice: Tensor,
+    group_ends: Tensor,
+    gate_proj: Tensor,
+    up_proj: Tensor,
+    down_proj: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The SwiGLU experts on their slots, as `qwen3_trn.moe.moe_experts`, whose groups are here multiples of 128.
+
+    x: [N, H] bf16 or fp32; the indices are `moe.Slots`; gate_proj and up_proj: [E, I, H], down_proj: [E, H, I]. Returns
+    y [S, H], gate and up [S, I] in x's dtype. Raises UserError where `supports` gives a reason. Rounds to bf16 where the
+    default does, except that x's gradient is rounded once, and the slope of silu(gate) * up by itself.
+    """
+    arguments = (x, choice_of_slot, slot_of_choice, group_ends, gate_proj, up_proj, down_proj)
+    if reason := supports(*arguments):
+        raise UserError(f"the NKI kernels of moe_experts cannot run: {reason}. Leave out this kernel to use PyTorch's.")
+    return _operation()(*arguments)

@@ -1,0 +1,351 @@
+"""The SwiGLU experts as two NKI kernels, forward and backward. `nki_moe.py` binds them to PyTorch and explains inputs.
+
+Written for NKI 0.6 and 0.7 and a logical core of two NeuronCores (LNC 2): `experts_forward[2](...)`.
+
+Slots come in tiles of 128 rows. Experts are unrolled; an expert's weights stay in SBUF while a device loop goes through
+its tiles, two at a time, then the one that may be left. The two cores share each tile: a core computes its half of the
+intermediate dim, the halves of the activations are exchanged, and it computes its half of the hidden dim. Each weight is
+so read by one core only, and both do equal work, whatever the routing. Where an expert does not fit into SBUF,
+its intermediate dim is cut into slices that are worked on one after the other.
+
+Everything is token-major, [128 tokens, features]. A matmul contracts over partitions, so what it contracts over must be
+transposed to there: activations by the tensor engine, forward's weights by the DMA that loads them. Backward wants
+weights as they are stored.
+
+Sources: AWS's pages "NKI Language Guide", "NKI Access Patterns", "nki.isa" and "Trainium2 Architecture Guide for NKI".
+"""
+
+import nki
+import nki.isa as nisa
+import nki.language as nl
+
+P = 128  # partitions, and rows of a tile
+BANK = 2048  # bytes of a PSUM bank, per partition: what one matmul can write, 512 fp32
+
+
+@nki.jit
+def experts_forward(x, token_ids, tile_bounds, gate_proj, up_proj, down_proj, num_slices):
+    """y = down(silu(gate(x)) * up(x)), each slot by its expert.
+
+    x: [N, H] bf16 or fp32; token_ids: [128, tiles] int32, N for a pad slot, which reads as zeros; tile_bounds: [1, 3E]
+    int32, see `loop_over_tiles`; gate_proj and up_proj: [E, I, H], down_proj: [E, H, I]. Returns y [tiles, 128, H], gate
+    and up [tiles, 128, I] in x's dtype; tiles of no expert are not written. Matmuls accumulate in fp32.
+    """
+    num_tiles = token_ids.shape[1]
+    num_experts, intermediate, hidden = gate_proj.shape
+    core = nl.program_id(0)
+    width = intermediate // num_slices // 2  # columns of the intermediate dim that this core computes at a time
+    half = hidden // 2
+
+    y = nl.ndarray((num_tiles, P, hidden), dtype=x.dtype, buffer=nl.shared_hbm)
+    gate = nl.ndarray((num_tiles, P, intermediate), dtype=x.dtype, buffer=nl.shared_hbm)
+    up = nl.ndarray((num_tiles, P, intermediate), dtype=x.dtype, buffer=nl.shared_hbm)
+    sums = slice_sums(num_slices, num_tiles, half)
+    ids = load(token_ids)
+    bounds = load(tile_bounds)
+    registers = (nisa.register_alloc(), nisa.register_alloc(), nisa.register_alloc())
+
+    def forward_slice(expert, index):
+        first = 2 * index * width  # column of the slice
+        own = first + core * width  # and of this core's part of it
+        gate_T = load_transposed(gate_proj, expert, own, width, 0, hidden)
+        up_T = load_transposed(up_proj, expert, own, width, 0, hidden)
+        down_T = load_transposed(down_proj, expert, core * half, half, first, 2 * width)
+
+        def body(i, num_here):
+            for t in range(num_here):
+                x_rows = gather_rows(x, ids, i, t)
+                x_T = nl.ndarray((P, hidden // P, P), dtype=x.dtype, buffer=nl.sbuf)
+                transpose(x_T, x_rows)
+                gate_ps = nl.ndarray((P, width), dtype=nl.float32, buffer=nl.psum)
+                up_ps = nl.ndarray((P, width), dtype=nl.float32, buffer=nl.psum)
+                matmul(gate_ps, x_T, gate_T)
+                matmul(up_ps, x_T, up_T)
+                gate_rows = nl.ndarray((P, width), dtype=x.dtype, buffer=nl.sbuf)
+                up_rows = nl.ndarray((P, width), dtype=x.dtype, buffer=nl.sbuf)
+                nisa.tensor_copy(dst=gate_rows, src=gate_ps, engine=nisa.engine.scalar)
+                nisa.tensor_copy(dst=up_rows, src=up_ps, engine=nisa.engine.scalar)
+                nisa.dma_copy(dst=tile_view(gate, i, t, own, width), src=gate_rows)
+                nisa.dma_copy(dst=tile_view(up, i, t, own, width), src=up_rows)
+                act = nl.ndarray((P, width), dtype=x.dtype, buffer=nl.sbuf)
+                nisa.activation(dst=act, op=nl.silu, data=gate_rows)
+                nisa.tensor_tensor(dst=act, data1=act, data2=up_rows, op=nl.multiply)
+                act_T = nl.ndarray((P, 2 * width // P, P), dtype=x.dtype, buffer=nl.sbuf)
+                exchange_transposed(act_T, (act,), core)
+                store_product(y, sums, index, i, t, act_T, down_T, core)
+
+        loop_over_tiles(registers, bounds, expert, body)
+
+    for expert in range(num_experts):
+        for index in range(num_slices):
+            forward_slice(expert, index)
+    return y, gate, up
+
+
+@nki.jit
+def experts_backward(y_grad, x, token_ids, tile_bounds, gate_proj, up_proj, down_proj, gate, up, num_slices):
+    """Gradients of the rows of x by slot, and of the weights.
+
+    y_grad: [tiles, 128, H]; gate and up: [tiles, 128, I], forward's; the others as in forward. Returns x_grad
+    [tiles, 128, H], whose tiles of no expert are not written, and the gradients of gate_proj, up_proj and down_proj in
+    their shapes and x's dtype, summed in fp32; an expert without tokens gets zeros.
+
+    Data and weight gradients in one kernel: both need y_grad, and while the tensor engine is at the first, the vector
+    engine adds up the second, which takes it 19 us for a core's half of an expert of 30B-A3B, once for two tiles.
+    """
+    num_tiles = token_ids.shape[1]
+    num_experts, intermediate, hidden = gate_proj.shape
+    dtype = x.dtype
+    core = nl.program_id(0)
+    width = intermediate // num_slices // 2
+    blocks = width // P
+    half = hidden // 2
+
+    x_grad = nl.ndarray((num_tiles, P, hidden), dtype=dtype, buffer=nl.shared_hbm)
+    gate_grad = nl.ndarray(gate_proj.shape, dtype=dtype, buffer=nl.shared_hbm)
+    up_grad = nl.ndarray(up_proj.shape, dtype=dtype, buffer=nl.shared_hbm)
+    down_grad = nl.ndarray(down_proj.shape, dtype=dtype, buffer=nl.shared_hbm)
+    sums = slice_sums(num_slices, num_tiles, half)
+    ids = load(token_ids)
+    bounds = load(tile_bounds)
+    registers = (nisa.register_alloc(), nisa.register_alloc(), nisa.register_alloc())
+
+    def backward_slice(expert, index):
+        first = 2 * index * width
+        own = first + core * width
+        down = nl.ndarray((P, hidden // P, width), dtype=dtype, buffer=nl.sbuf)
+        load_blocks(down, down_proj, expert, 0, own)
+        # In the order in which `exchange_transposed` puts the cores' gradients: gate and up of core 0, then of core 1.
+        gate_up = nl.ndarray((P, 4 * blocks, half), dtype=dtype, buffer=nl.sbuf)
+        for part in range(4):
+            weight = (gate_proj, up_proj)[part % 2]
+            rows = gate_up[:, part * blocks : (part + 1) * blocks, :]
+            load_blocks(rows, weight, expert, first + part // 2 * width, core * half)
+        gate_sum = nl.ndarray((P, blocks, hidden), dtype=nl.float32, buffer=nl.sbuf)
+        up_sum = nl.ndarray((P, blocks, hidden), dtype=nl.float32, buffer=nl.sbuf)
+        down_sum = nl.ndarray((P, hidden // P, width), dtype=nl.float32, buffer=nl.sbuf)
+        for total in (gate_sum, up_sum, down_sum):
+            nisa.memset(dst=total, value=0.0, engine=nisa.engine.gpsimd)
+
+        def body(i, num_here):
+            x_tiles, y_grad_tiles, act_tiles, gate_grad_tiles, up_grad_tiles = [], [], [], [], []
+            for t in range(num_here):
+                y_grad_rows = load_tile(y_grad, i, t, 0, hidden)
+                y_grad_T = nl.ndarray((P, hidden // P, P), dtype=dtype, buffer=nl.sbuf)
+                transpose(y_grad_T, y_grad_rows)
+                act_grad = nl.ndarray((P, width), dtype=nl.float32, buffer=nl.psum)
+                matmul(act_grad, y_grad_T, down)
+
+                gate_rows = load_tile(gate, i, t, own, width)
+                up_rows = load_tile(up, i, t, own, width)
+                silu = nl.ndarray((P, width), dtype=dtype, buffer=nl.sbuf)
+                gate_slope = nl.ndarray((P, width), dtype=dtype, buffer=nl.sbuf)  # d (silu(gate) * up) / d gate
+                nisa.activation(dst=silu, op=nl.silu, data=gate_rows)
+                nisa.activation(dst=gate_slope, op=nl.silu_dx, data=gate_rows)
+                nisa.tensor_tensor(dst=gate_slope, data1=gate_slope, data2=up_rows, op=nl.multiply)
+                act = nl.ndarray((P, width), dtype=dtype, buffer=nl.sbuf)
+                gate_out_grad = nl.ndarray((P, width), dtype=dtype, buffer=nl.sbuf)
+                up_out_grad = nl.ndarray((P, width), dtype=dtype, buffer=nl.sbuf)
+                nisa.tensor_tensor(dst=act, data1=silu, data2=up_rows, op=nl.multiply)
+                nisa.tensor_tensor(dst=gate_out_grad, data1=gate_slope, data2=act_grad, op=nl.multiply)
+                nisa.tensor_tensor(dst=up_out_grad, data1=silu, data2=act_grad, op=nl.multiply)
+
+                grads_T = nl.ndarray((P, 4 * blocks, P), dtype=dtype, buffer=nl.sbuf)
+                exchange_transposed(grads_T, (gate_out_grad, up_out_grad), core)
+                store_product(x_grad, sums, index, i, t, grads_T, gate_up, core)
+
+                x_tiles.append(gather_rows(x, ids, i, t))
+                y_grad_tiles.append(y_grad_rows)
+                act_tiles.append(act)
+                gate_grad_tiles.append(gate_out_grad)
+                up_grad_tiles.append(up_out_grad)
+            add_outer_product(gate_sum, gate_grad_tiles, x_tiles)
+            add_outer_product(up_sum, up_grad_tiles, x_tiles)
+            add_outer_product(down_sum, y_grad_tiles, act_tiles)
+
+        loop_over_tiles(registers, bounds, expert, body)
+        store_blocks(gate_grad, expert, own, 0, gate_sum)
+        store_blocks(up_grad, expert, own, 0, up_sum)
+        store_blocks(down_grad, expert, 0, own, down_sum)
+
+    for expert in range(num_experts):
+        for index in range(num_slices):
+            backward_slice(expert, index)
+    return x_grad, gate_grad, up_grad, down_grad
+
+
+# Views and loads
+
+
+def tile_view(tensor, i, t, column, width):
+    """Columns of tile i + t of a [tiles, 128, F] tensor in HBM; i is a device register, t a number."""
+    columns = tensor.shape[2]
+    return tensor.ap([[columns, P], [1, width]], offset=t * P * columns + column, scalar_offset=i, indirect_dim=0)
+
+
+def block_view(weight, expert, row, column, width):
+    """128 rows of a weight [E, R, C] in HBM from `row` on, `width` columns."""
+    return weight[expert, row : row + P, column : column + width]
+
+
+def load(tensor):
+    """A small 2-D tensor, whole, into SBUF."""
+    loaded = nl.ndarray(tensor.shape, dtype=tensor.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=loaded, src=tensor)
+    return loaded
+
+
+def load_tile(tensor, i, t, column, width):
+    """`tile_view` in SBUF, [128, width]."""
+    rows = nl.ndarray((P, width), dtype=tensor.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=rows, src=tile_view(tensor, i, t, column, width))
+    return rows
+
+
+def load_blocks(dst, weight, expert, row, column):
+    """A window of a weight [E, R, C] with its rows on partitions: row 128 b + p of it at dst[p, b], [128, blocks, n]."""
+    for b in range(dst.shape[1]):
+        nisa.dma_copy(dst=dst[:, b, :], src=block_view(weight, expert, row + b * P, column, dst.shape[2]))
+
+
+def load_transposed(weight, expert, row, num_rows, column, num_columns):
+    """A window of a weight [E, R, C] with its columns on partitions: [128, num_columns / 128, num_rows]."""
+    loaded = nl.ndarray((P, num_columns // P, num_rows), dtype=weight.dtype, buffer=nl.sbuf)
+    for b in range(num_columns // P):
+        window = weight[expert, row : row + num_rows, column + b * P : column + (b + 1) * P]
+        nisa.dma_transpose(dst=loaded[:, b, :], src=window)
+    return loaded
+
+
+def gather_rows(x, ids, i, t):
+    """The rows of x [N, H] that the ids of tile i + t name, [128, H]; zeros where an id is N."""
+    num_tiles = ids.shape[1]
+    hidden = x.shape[1]
+    tile_ids = nl.ndarray((P, 1), dtype=ids.dtype, buffer=nl.sbuf)
+    nisa.tensor_copy(
+        dst=tile_ids,
+        src=ids.ap([[num_tiles, P], [1, 1]], offset=t, scalar_offset=i, indirect_dim=1),
+        engine=nisa.engine.vector,
+    )
+    rows = nl.ndarray((P, hidden), dtype=x.dtype, buffer=nl.sbuf)
+    nisa.memset(dst=rows, value=0.0, engine=nisa.engine.gpsimd)
+    named = x.ap([[hidden, P], [1, hidden]], vector_offset=tile_ids, indirect_dim=0)
+    nisa.dma_copy(dst=rows, src=named, oob_mode=nisa.oob_mode.skip)
+    return rows
+
+
+# Loops
+
+
+def loop_over_tiles(registers, bounds, expert, body):
+    """body(i, 2) for tiles i and i + 1, pair after pair, then body(i, 1) if one is left.
+
+    bounds: [1, 3E] in SBUF: an expert's first tile, the end of its pairs, the end of its tiles.
+    """
+    first, pairs_end, end = registers
+    nisa.register_load(first, bounds[0:1, 3 * expert : 3 * expert + 1])
+    nisa.register_load(pairs_end, bounds[0:1, 3 * expert + 1 : 3 * expert + 2])
+    nisa.register_load(end, bounds[0:1, 3 * expert + 2 : 3 * expert + 3])
+
+    def pair(i):
+        body(i, 2)
+
+    def single(i):
+        body(i, 1)
+
+    nl.fori_loop(first, pairs_end, pair, step=2)
+    nl.fori_loop(pairs_end, end, single)
+
+
+# Arithmetic
+
+
+def transpose(dst, src):
+    """dst [128, n, 128] in SBUF: dst[:, b, :] is the transpose of src[:, 128 b : 128 (b + 1)], src [128, 128 n]."""
+    num_blocks = src.shape[1] // P
+    per_bank = BANK // P // (4 if src.dtype == nl.float32 else 2)
+    for start in range(0, num_blocks, per_bank):
+        count = min(per_bank, num_blocks - start)
+        bank = nl.ndarray((P, count, P), dtype=src.dtype, buffer=nl.psum)
+        for b in range(count):
+            nisa.nc_transpose(dst=bank[:, b, :], data=src[:, (start + b) * P : (start + b + 1) * P])
+        nisa.tensor_copy(dst=dst[:, start : start + count, :], src=bank, engine=nisa.engine.vector)
+
+
+def matmul(dst, left_T, right):
+    """dst [128, n] in PSUM = left @ right; left_T [128, K / 128, 128] and right [128, K / 128, n] in SBUF."""
+    for b in range(left_T.shape[1]):
+        nisa.nc_matmul(dst=dst, stationary=left_T[:, b, :], moving=right[:, b, :], accumulate=b > 0)
+
+
+def exchange_transposed(dst, parts, core):
+    """The transposes of both cores' parts [128, width], core 0's first: dst [128, blocks of all, 128]."""
+    own_blocks = dst.shape[1] // 2
+    blocks = own_blocks // len(parts)
+    for n in range(len(parts)):
+        start = core * own_blocks + n * blocks
+        transpose(dst[:, start : start + blocks, :], parts[n])
+    own, other = core * own_blocks, (1 - core) * own_blocks
+    nisa.sendrecv(
+        src=dst[:, own : own + own_blocks, :],
+        dst=dst[:, other : other + own_blocks, :],
+        send_to_rank=1 - core,
+        recv_from_rank=1 - core,
+        pipe_id=0,
+    )
+
+
+def slice_sums(num_slices, num_tiles, half):
+    """For each slice but the last, what the slices so far sum to, in fp32: each read after a loop that wrote it."""
+    sums = []
+    for _ in range(num_slices - 1):
+        sums.append(nl.ndarray((num_tiles, P, half), dtype=nl.float32, buffer=nl.private_hbm))
+    return sums
+
+
+def store_product(out, sums, index, i, t, left_T, right, core):
+    """This core's half of the columns of out's tile i + t: left @ right, added to those of the slices before.
+
+    left_T: [128, K / 128, 128], right: [128, K / 128, H / 2]. Until the last slice the sum goes to `sums`.
+    """
+    half = right.shape[2]
+    last = index == len(sums)
+    rows = nl.ndarray((P, half), dtype=out.dtype if last else nl.float32, buffer=nl.sbuf)
+    if index > 0:
+        before = load_tile(sums[index - 1], i, t, 0, half)
+    bank = BANK // 4
+    for start in range(0, half, bank):
+        end = min(start + bank, half)
+        product = nl.ndarray((P, end - start), dtype=nl.float32, buffer=nl.psum)
+        matmul(product, left_T, right[:, :, start:end])
+        if index > 0:
+            nisa.tensor_tensor(dst=rows[:, start:end], data1=before[:, start:end], data2=product, op=nl.add)
+        else:
+            nisa.tensor_copy(dst=rows[:, start:end], src=product, engine=nisa.engine.scalar)
+    nisa.dma_copy(dst=tile_view(out, i, t, core * half, half) if last else tile_view(sums[index], i, t, 0, half), src=rows)
+
+
+def add_outer_product(total, left_tiles, right_tiles):
+    """total += left^T @ right, summed over the tiles' tokens.
+
+    total: [128, M / 128, n] fp32 in SBUF; left_tiles: [128 tokens, M] each, right_tiles: [128 tokens, n] each.
+    """
+    bank = BANK // 4
+    num_columns = total.shape[2]
+    for b in range(total.shape[1]):
+        for start in range(0, num_columns, bank):
+            end = min(start + bank, num_columns)
+            product = nl.ndarray((P, end - start), dtype=nl.float32, buffer=nl.psum)
+            for t in range(len(left_tiles)):
+                left = left_tiles[t][:, b * P : (b + 1) * P]
+                nisa.nc_matmul(dst=product, stationary=left, moving=right_tiles[t][:, start:end], accumulate=t > 0)
+            part = total[:, b, start:end]
+            nisa.tensor_tensor(dst=part, data1=part, data2=product, op=nl.add)
+
+
+def store_blocks(weight, expert, row, column, total):
+    """What `load_blocks` would load becomes `total`, fp32, rounded."""
+    for b in range(total.shape[1]):
+        rounded = nl.ndarray((P, total.shape[2]), dtype=weight.dtype, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=rounded, src=total[:, b, :], engine=nisa.engine.scalar)
+        nisa.dma_copy(dst=block_view(weight, expert, row + b * P, column, total.shape[2]), src=rounded)

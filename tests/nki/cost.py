@@ -24,7 +24,7 @@ DYNAMIC_CYCLES = 600  # at least, where an on-chip address is known at run time 
 
 @dataclass
 class Lifetime:
-    """When a tensor in SBUF or PSUM was made and last used, counted in instructions."""
+    """When a tensor was made and last used, counted in instructions."""
 
     kind: str
     size: int  # bytes per partition, or banks of PSUM

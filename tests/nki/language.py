@@ -7,10 +7,10 @@ not use; some of what NKI has had was removed (`nl.dynamic_range`) or has no ins
 import numpy as np
 
 from tests.nki import cost
-from tests.nki.memory import ON_CHIP, PSUM_BANK_BYTES, Buffer, NkiTensor, Register, check, whole
+from tests.nki.memory import PSUM_BANK_BYTES, Buffer, NkiTensor, Register, check, whole
 
-float32, bfloat16, int32, uint32 = "float32", "bfloat16", "int32", "uint32"
-sbuf, psum, hbm, private_hbm, shared_hbm = "sbuf", "psum", "hbm", "private_hbm", "shared_hbm"
+float32, bfloat16, int32 = "float32", "bfloat16", "int32"
+sbuf, psum, private_hbm, shared_hbm = "sbuf", "psum", "private_hbm", "shared_hbm"
 
 
 # Operators, given to instructions as op=.
@@ -18,10 +18,6 @@ add, multiply = np.add, np.multiply
 
 
 # Functions of nisa.activation. The hardware approximates them by polynomials.
-def copy(x):
-    return x
-
-
 def silu(x):
     return x * _sigmoid(x)
 
@@ -37,13 +33,13 @@ def _sigmoid(x):
 def ndarray(shape, dtype, buffer=sbuf, name="") -> NkiTensor:
     """A tensor that nothing was written to. In PSUM it takes whole banks. `name` is for people."""
     core = cost.core()
-    check(buffer in (sbuf, psum, hbm, private_hbm, shared_hbm), f"buffer {buffer!r}")
+    check(buffer in (sbuf, psum, private_hbm, shared_hbm), f"buffer {buffer!r}")
     if buffer == shared_hbm:
+        check(core.loop is None, "shared HBM is made in a device loop's body, which ends with the iteration")
         return whole(_shared(core, tuple(shape), dtype))
     storage = Buffer(buffer, tuple(shape), dtype)
-    if buffer in ON_CHIP:
-        size = storage.row_bytes if buffer == sbuf else -(-storage.row_bytes // PSUM_BANK_BYTES)
-        storage.lifetime = core.allocate(buffer, size, f"{name or 'tensor'} {list(shape)} {dtype}")
+    size = -(-storage.row_bytes // PSUM_BANK_BYTES) if buffer == psum else storage.row_bytes
+    storage.lifetime = core.allocate(buffer, size, f"{name or 'tensor'} {list(shape)} {dtype}")
     return whole(storage)
 
 

@@ -10,7 +10,6 @@ import math
 
 import numpy as np
 import torch
-from numpy.lib.stride_tricks import as_strided
 
 from tests.nki import cost
 
@@ -19,8 +18,8 @@ PSUM_BANK_BYTES = 2048  # per partition
 MAX_DIMS = 5  # of an access pattern, with the partition dim
 MAX_STRIDE = 2**15 - 1  # elements, on chip
 MAX_COUNT = 2**16 - 1
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "int32": 4, "uint32": 4}
-NUMPY_DTYPE = {"float32": np.float32, "bfloat16": np.float32, "int32": np.int32, "uint32": np.uint32}
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "int32": 4}
+NUMPY_DTYPE = {"float32": np.float32, "bfloat16": np.float32, "int32": np.int32}
 ON_CHIP = ("sbuf", "psum")
 
 
@@ -34,15 +33,12 @@ def check(condition: bool, message: str) -> None:
 
 
 def cast(values: np.ndarray, dtype: str) -> np.ndarray:
-    """As the engines write results: to nearest even, integers saturating ("nki.isa" pages, "Data types")."""
+    """Values as they are stored in a tensor of this dtype: rounded to nearest even."""
+    integers = np.issubdtype(values.dtype, np.integer)
+    check(integers == (dtype == "int32"), f"a cast of {values.dtype} to {dtype}: its rules are not kept here")
     if dtype == "bfloat16":
-        values = np.ascontiguousarray(values, dtype=np.float32)
-        return torch.from_numpy(values).bfloat16().float().numpy()
-    if dtype == "float32" or np.issubdtype(values.dtype, np.integer):
-        return values.astype(NUMPY_DTYPE[dtype])
-    check(bool(np.isfinite(values).all()), f"NaN or infinity cast to {dtype}")
-    limits = np.iinfo(NUMPY_DTYPE[dtype])
-    return np.clip(np.rint(values.astype(np.float64)), limits.min, limits.max).astype(NUMPY_DTYPE[dtype])
+        return torch.from_numpy(np.ascontiguousarray(values)).bfloat16().float().numpy()
+    return values.astype(NUMPY_DTYPE[dtype], copy=False)
 
 
 class Register:
@@ -78,8 +74,7 @@ class Buffer:
         if kind == "input":
             self.values, self.writer = values, None
         else:
-            poison = math.nan if NUMPY_DTYPE[dtype] is np.float32 else np.iinfo(NUMPY_DTYPE[dtype]).max
-            self.values = np.full(self.size, poison, NUMPY_DTYPE[dtype])
+            self.values = np.full(self.size, -1 if dtype == "int32" else math.nan, NUMPY_DTYPE[dtype])
             self.writer = np.zeros(self.size, np.uint8)  # 0, or 1 + the core that wrote the element
         # PSUM elements that an overwriting matmul has begun, so that another may accumulate on them.
         self.accumulating = np.zeros(self.size, bool) if kind == "psum" else None
@@ -185,17 +180,6 @@ class NkiTensor:
             strides.append(1)
         return NkiTensor(self.storage, shape, strides, offset)
 
-    def reshape(self, shape: tuple[int, ...]) -> "NkiTensor":
-        """The same elements in another shape; what is reshaped must be contiguous, and on chip dim 0 stays."""
-        shape = tuple(shape)
-        check(self.is_contiguous() and not self.dynamic, f"reshape of {self}, which is not contiguous")
-        check(math.prod(shape) == self.size, f"reshape of {self} to {shape}")
-        check(not self.on_chip or shape[0] == self.shape[0], f"reshape of {self} to {shape} changes the partition dim")
-        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-        if self.on_chip:
-            strides[0] = self.storage.row
-        return NkiTensor(self.storage, shape, strides, self.offset)
-
     def ap(self, pattern, offset=None, scalar_offset=None, vector_offset=None, indirect_dim=0) -> "NkiTensor":
         """An access pattern over the whole storage: [stride, count] pairs in elements ("NKI Access Patterns").
 
@@ -208,21 +192,23 @@ class NkiTensor:
         check(whole, f"{where}: wants a whole tensor, not a slice of one")
         check(scalar_offset is None or vector_offset is None, f"{where}: one of scalar_offset and vector_offset")
         strides, shape = zip(*pattern, strict=True)
-        check(all(count > 0 and stride >= 0 for stride, count in pattern), f"{where}: negative stride or no elements")
+        offset = 0 if offset is None else offset
+        integers = all(type(number) is int for number in (*strides, *shape, offset))
+        check(integers and min(strides) >= 0 and min(shape) > 0, f"{where}: wants Python integers, and elements")
         if self.on_chip:
             check(strides[0] == self.storage.row, f"{where}: the first stride is a partition's {self.storage.row}")
         step = math.prod(self.shape[indirect_dim + 1 :])
         if scalar_offset is not None:
             check(indirect_dim > 0 or not self.on_chip, f"{where}: a partition offset is not dynamic")
             if isinstance(scalar_offset, NkiTensor):
-                check_index(scalar_offset, (1, 1), "scalar_offset", ("int32",))
+                check_index(scalar_offset, (1, 1), "scalar_offset")
             else:
                 check(isinstance(scalar_offset, Register), f"{where}: scalar_offset is a register or a [1, 1] tensor")
         if vector_offset is not None:
             check(not self.on_chip and self.ndim == 2 and indirect_dim == 0, f"{where}: indexed rows want 2-D HBM")
             check(strides[0] == self.shape[1], f"{where}: the first stride is a row's {self.shape[1]}")
-            check_index(vector_offset, (shape[0], 1), "vector_offset", ("int32", "uint32"))
-        return NkiTensor(self.storage, shape, strides, offset or 0, scalar_offset, step, vector_offset)
+            check_index(vector_offset, (shape[0], 1), "vector_offset")
+        return NkiTensor(self.storage, shape, strides, offset, scalar_offset, step, vector_offset)
 
     # Access, when an instruction runs
 
@@ -247,17 +233,17 @@ class NkiTensor:
 
     def view(self, of: np.ndarray) -> np.ndarray:
         """`of`, an array as long as the storage, seen through this view."""
-        return as_strided(of[self.start() :], self.shape, [stride * of.itemsize for stride in self.strides])
+        strides = [stride * of.itemsize for stride in self.strides]
+        return np.ndarray(self.shape, of.dtype, of, self.start() * of.itemsize, strides)
 
     def read_rows(self, rows: np.ndarray) -> np.ndarray:
         """The values of a view with indexed rows, at these rows: [len(rows), *shape[1:]]."""
         self.touch()
-        num_rows, row = self.storage.shape
-        strides = (row, *self.strides[1:])
+        shape = (self.storage.shape[0], *self.shape[1:])
 
         def pick(of: np.ndarray) -> np.ndarray:
-            byte_strides = [stride * of.itemsize for stride in strides]
-            return as_strided(of[self.start() :], (num_rows, *self.shape[1:]), byte_strides)[rows]
+            strides = [stride * of.itemsize for stride in self.strides]
+            return np.ndarray(shape, of.dtype, of, self.start() * of.itemsize, strides)[rows]
 
         self.check_written(None if self.storage.writer is None else pick(self.storage.writer))
         return pick(self.storage.values)
@@ -315,6 +301,6 @@ def whole(storage: Buffer) -> NkiTensor:
     return NkiTensor(storage, shape, [math.prod(shape[dim + 1 :]) for dim in range(len(shape))])
 
 
-def check_index(tensor: NkiTensor, shape: tuple[int, int], what: str, dtypes: tuple[str, ...]) -> None:
-    found = isinstance(tensor, NkiTensor) and tensor.buffer == "sbuf" and tensor.shape == shape
-    check(found and tensor.dtype in dtypes, f"{what} is {tensor}: wants SBUF {list(shape)} {' or '.join(dtypes)}")
+def check_index(tensor: NkiTensor, shape: tuple[int, int], what: str) -> None:
+    right = isinstance(tensor, NkiTensor) and (tensor.buffer, tensor.shape, tensor.dtype) == ("sbuf", shape, "int32")
+    check(right, f"{what} is {tensor}: wants SBUF {list(shape)} int32")

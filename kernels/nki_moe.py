@@ -1,6 +1,7 @@
 """`moe_experts` on Trainium by NKI kernels, in place of the default of qwen3_trn/moe.py, which has the same signature.
 
-    y, gate, up = nki_moe.moe_experts(x, *assign_slots(expert_ids, num_experts, block=128), gate_proj, up_proj, down_proj)
+    slots = assign_slots(expert_ids, num_experts, block=128)
+    y, gate, up = nki_moe.moe_experts(x, *slots, gate_proj, up_proj, down_proj)
 
 `supports(...)` of the same arguments says why they do not fit, or None. The kernels are in nki_moe_kernels.py.
 docs/kernels.md: what they cost, and what ran where.
@@ -27,24 +28,31 @@ NUM_CORES = 2  # NeuronCores of a logical core, LNC
 
 
 def forward_bytes(hidden: int, width: int, itemsize: int, sliced: bool) -> int:
-    """SBUF of forward, bytes per partition: the weights twice, to load the next expert's, and all of two tiles."""
-    weights = 3 * hidden * width // TILE * itemsize
-    # x and its transpose; gate, up, act; act transposed, of both cores.
-    tile = (2 * hidden + 5 * width) * itemsize + _product_bytes(hidden, itemsize, sliced)
-    return 2 * weights + 2 * tile
+    """SBUF that forward needs at the least, in bytes per partition.
+
+    width: columns of the intermediate dim that a core computes at a time; sliced: whether that is not all of its half.
+    The weights are counted once: what is left of SBUF, the compiler has for loading the next ones meanwhile, and for
+    working on more than one tile at once.
+    """
+    weights = 3 * hidden * width // TILE
+    two_tiles = 2 * 2 * width  # the transposed activations of both cores
+    one_tile = 2 * hidden + 3 * width  # x and its transpose; gate, up, act
+    return (weights + two_tiles + one_tile) * itemsize + _product_bytes(hidden, itemsize, sliced)
 
 
 def backward_bytes(hidden: int, width: int, itemsize: int, sliced: bool) -> int:
-    """SBUF of backward: the weights twice, their gradients in fp32 and on the way out, and all of two tiles."""
+    """As `forward_bytes`, with the weights' gradients in fp32."""
     weights = 3 * hidden * width // TILE
-    # x, y_grad and its transpose; seven of the core's width; two gradients transposed, of both cores.
-    tile = (3 * hidden + 11 * width) * itemsize + _product_bytes(hidden, itemsize, sliced)
-    return 2 * weights * itemsize + weights * 4 + 2 * hidden * itemsize + 2 * tile
+    two_tiles = 2 * (hidden + hidden // 2 + 6 * width)  # y_grad, half of x, what the cores exchange
+    one_tile = hidden + 8 * width  # y_grad transposed; gate, up, silu, slope; the gradients of gate and up transposed
+    rounded = max(hidden // 2, 2 * width)
+    rows = (weights + two_tiles + one_tile + rounded) * itemsize
+    return rows + weights * 4 + _product_bytes(hidden, itemsize, sliced)
 
 
 def _product_bytes(hidden: int, itemsize: int, sliced: bool) -> int:
-    """A core's half of the columns of y or of x's gradient; sliced: in fp32, with the sum so far."""
-    return hidden // 2 * (8 if sliced else itemsize)
+    """Up to 1,024 columns of y or of x's gradient on their way out; sliced: in fp32, with the sum so far."""
+    return min(1024, hidden // 2) * (8 if sliced else itemsize)
 
 
 def count_slices(hidden: int, intermediate: int, num_slots: int, num_experts: int, itemsize: int, bytes_of) -> int:
@@ -186,11 +194,10 @@ def moe_experts(
     up_proj: Tensor,
     down_proj: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The SwiGLU experts on their slots, as `qwen3_trn.moe.moe_experts`, whose groups are here multiples of 128.
+    """The SwiGLU experts on their slots, as `qwen3_trn.moe.moe_experts`; groups must end at multiples of 128.
 
-    x: [N, H] bf16 or fp32; the indices are `moe.Slots`; gate_proj and up_proj: [E, I, H], down_proj: [E, H, I]. Returns
-    y [S, H], gate and up [S, I] in x's dtype. Raises UserError where `supports` gives a reason. Rounds to bf16 where the
-    default does, except that x's gradient is rounded once, and the slope of silu(gate) * up by itself.
+    x: [N, H] bf16 or fp32; the indices are `moe.Slots`; gate_proj and up_proj: [E, I, H], down_proj: [E, H, I], all of
+    x's dtype. Returns y [S, H], gate and up [S, I]. Sums in fp32. Raises UserError where `supports` gives a reason.
     """
     arguments = (x, choice_of_slot, slot_of_choice, group_ends, gate_proj, up_proj, down_proj)
     if reason := supports(*arguments):

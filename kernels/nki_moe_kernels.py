@@ -1,12 +1,12 @@
-"""The SwiGLU experts as two NKI kernels, forward and backward. `nki_moe.py` binds them to PyTorch and explains inputs.
+"""The SwiGLU experts as two NKI kernels, forward and backward. nki_moe.py binds them to PyTorch.
 
 Written for NKI 0.6 and 0.7 and a logical core of two NeuronCores (LNC 2): `experts_forward[2](...)`.
 
 Slots come in tiles of 128 rows. Experts are unrolled; an expert's weights stay in SBUF while a device loop goes through
 its tiles, two at a time, then the one that may be left. The two cores share each tile: a core computes its half of the
-intermediate dim, the halves of the activations are exchanged, and it computes its half of the hidden dim. Each weight is
-so read by one core only, and both do equal work, whatever the routing. Where an expert does not fit into SBUF,
-its intermediate dim is cut into slices that are worked on one after the other.
+intermediate dim, they exchange what they have, and it computes its half of the hidden dim. Each weight is so read, and
+each of its gradients written, by one core only, and both do equal work, whatever the routing. Where an expert does not
+fit into SBUF, its intermediate dim is cut into slices that are worked on one after the other.
 
 Everything is token-major, [128 tokens, features]. A matmul contracts over partitions, so what it contracts over must be
 transposed to there: activations by the tensor engine, forward's weights by the DMA that loads them. Backward wants
@@ -20,7 +20,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 P = 128  # partitions, and rows of a tile
-BANK = 2048  # bytes of a PSUM bank, per partition: what one matmul can write, 512 fp32
+BANK = 512  # fp32 columns of a bank of PSUM: what one matmul can write
 
 
 @nki.jit
@@ -28,13 +28,14 @@ def experts_forward(x, token_ids, tile_bounds, gate_proj, up_proj, down_proj, nu
     """y = down(silu(gate(x)) * up(x)), each slot by its expert.
 
     x: [N, H] bf16 or fp32; token_ids: [128, tiles] int32, N for a pad slot, which reads as zeros; tile_bounds: [1, 3E]
-    int32, see `loop_over_tiles`; gate_proj and up_proj: [E, I, H], down_proj: [E, H, I]. Returns y [tiles, 128, H], gate
-    and up [tiles, 128, I] in x's dtype; tiles of no expert are not written. Matmuls accumulate in fp32.
+    int32, see `loop_over_tiles`; gate_proj and up_proj: [E, I, H], down_proj: [E, H, I]. Returns y [tiles, 128, H],
+    gate and up [tiles, 128, I] in x's dtype; tiles of no expert are not written. Matmuls accumulate in fp32.
     """
     num_tiles = token_ids.shape[1]
     num_experts, intermediate, hidden = gate_proj.shape
     core = nl.program_id(0)
     width = intermediate // num_slices // 2  # columns of the intermediate dim that this core computes at a time
+    blocks = width // P
     half = hidden // 2
 
     y = nl.ndarray((num_tiles, P, hidden), dtype=x.dtype, buffer=nl.shared_hbm)
@@ -46,16 +47,18 @@ def experts_forward(x, token_ids, tile_bounds, gate_proj, up_proj, down_proj, nu
     registers = (nisa.register_alloc(), nisa.register_alloc(), nisa.register_alloc())
 
     def forward_slice(expert, index):
-        first = 2 * index * width  # column of the slice
-        own = first + core * width  # and of this core's part of it
+        first = 2 * index * width  # where the slice begins
+        own = first + core * width  # and this core's part of it
         gate_T = load_transposed(gate_proj, expert, own, width, 0, hidden)
         up_T = load_transposed(up_proj, expert, own, width, 0, hidden)
         down_T = load_transposed(down_proj, expert, core * half, half, first, 2 * width)
 
         def body(i, num_here):
+            act_T = nl.ndarray((P, 2 * blocks, num_here, P), dtype=x.dtype, buffer=nl.sbuf)
             for t in range(num_here):
-                x_rows = gather_rows(x, ids, i, t)
+                x_rows = nl.ndarray((P, hidden), dtype=x.dtype, buffer=nl.sbuf)
                 x_T = nl.ndarray((P, hidden // P, P), dtype=x.dtype, buffer=nl.sbuf)
+                gather_tile(x_rows, x, 0, ids, i, t)
                 transpose(x_T, x_rows)
                 gate_ps = nl.ndarray((P, width), dtype=nl.float32, buffer=nl.psum)
                 up_ps = nl.ndarray((P, width), dtype=nl.float32, buffer=nl.psum)
@@ -65,14 +68,15 @@ def experts_forward(x, token_ids, tile_bounds, gate_proj, up_proj, down_proj, nu
                 up_rows = nl.ndarray((P, width), dtype=x.dtype, buffer=nl.sbuf)
                 nisa.tensor_copy(dst=gate_rows, src=gate_ps, engine=nisa.engine.scalar)
                 nisa.tensor_copy(dst=up_rows, src=up_ps, engine=nisa.engine.scalar)
-                nisa.dma_copy(dst=tile_view(gate, i, t, own, width), src=gate_rows)
-                nisa.dma_copy(dst=tile_view(up, i, t, own, width), src=up_rows)
+                nisa.dma_copy(dst=tile_view(gate, own, width, i, t), src=gate_rows)
+                nisa.dma_copy(dst=tile_view(up, own, width, i, t), src=up_rows)
                 act = nl.ndarray((P, width), dtype=x.dtype, buffer=nl.sbuf)
                 nisa.activation(dst=act, op=nl.silu, data=gate_rows)
                 nisa.tensor_tensor(dst=act, data1=act, data2=up_rows, op=nl.multiply)
-                act_T = nl.ndarray((P, 2 * width // P, P), dtype=x.dtype, buffer=nl.sbuf)
-                exchange_transposed(act_T, (act,), core)
-                store_product(y, sums, index, i, t, act_T, down_T, core)
+                transpose(act_T[:, core * blocks : (core + 1) * blocks, t, :], act)
+            exchange(act_T, core)
+            for t in range(num_here):
+                store_product(y, sums, index, i, t, act_T[:, :, t, :], down_T, core)
 
         loop_over_tiles(registers, bounds, expert, body)
 
@@ -114,59 +118,59 @@ def experts_backward(y_grad, x, token_ids, tile_bounds, gate_proj, up_proj, down
         first = 2 * index * width
         own = first + core * width
         down = nl.ndarray((P, hidden // P, width), dtype=dtype, buffer=nl.sbuf)
-        load_blocks(down, down_proj, expert, 0, own)
-        # In the order in which `exchange_transposed` puts the cores' gradients: gate and up of core 0, then of core 1.
         gate_up = nl.ndarray((P, 4 * blocks, half), dtype=dtype, buffer=nl.sbuf)
-        for part in range(4):
-            weight = (gate_proj, up_proj)[part % 2]
-            rows = gate_up[:, part * blocks : (part + 1) * blocks, :]
-            load_blocks(rows, weight, expert, first + part // 2 * width, core * half)
-        gate_sum = nl.ndarray((P, blocks, hidden), dtype=nl.float32, buffer=nl.sbuf)
-        up_sum = nl.ndarray((P, blocks, hidden), dtype=nl.float32, buffer=nl.sbuf)
-        down_sum = nl.ndarray((P, hidden // P, width), dtype=nl.float32, buffer=nl.sbuf)
+        load_blocks(down, down_proj, expert, 0, own)
+        load_blocks(gate_up[:, : 2 * blocks, :], gate_proj, expert, first, core * half)
+        load_blocks(gate_up[:, 2 * blocks :, :], up_proj, expert, first, core * half)
+        gate_sum = nl.ndarray((P, 2 * blocks, half), dtype=nl.float32, buffer=nl.sbuf)
+        up_sum = nl.ndarray((P, 2 * blocks, half), dtype=nl.float32, buffer=nl.sbuf)
+        down_sum = nl.ndarray((P, half // P, 2 * width), dtype=nl.float32, buffer=nl.sbuf)
         for total in (gate_sum, up_sum, down_sum):
             nisa.memset(dst=total, value=0.0, engine=nisa.engine.gpsimd)
 
         def body(i, num_here):
-            x_tiles, y_grad_tiles, act_tiles, gate_grad_tiles, up_grad_tiles = [], [], [], [], []
+            x_rows = nl.ndarray((P, num_here, half), dtype=dtype, buffer=nl.sbuf)
+            y_grad_rows = nl.ndarray((P, num_here, hidden), dtype=dtype, buffer=nl.sbuf)
+            # Activations and the gradients of gate and up: core 0's three, then core 1's.
+            exchanged = nl.ndarray((P, 6, num_here, width), dtype=dtype, buffer=nl.sbuf)
+            act, gate_out_grad, up_out_grad = 3 * core, 3 * core + 1, 3 * core + 2
             for t in range(num_here):
-                y_grad_rows = load_tile(y_grad, i, t, 0, hidden)
+                gather_tile(x_rows[:, t, :], x, core * half, ids, i, t)
+                load_tile(y_grad_rows[:, t, :], y_grad, 0, i, t)
                 y_grad_T = nl.ndarray((P, hidden // P, P), dtype=dtype, buffer=nl.sbuf)
-                transpose(y_grad_T, y_grad_rows)
+                transpose(y_grad_T, y_grad_rows[:, t, :])
                 act_grad = nl.ndarray((P, width), dtype=nl.float32, buffer=nl.psum)
                 matmul(act_grad, y_grad_T, down)
-
-                gate_rows = load_tile(gate, i, t, own, width)
-                up_rows = load_tile(up, i, t, own, width)
+                gate_rows = nl.ndarray((P, width), dtype=dtype, buffer=nl.sbuf)
+                up_rows = nl.ndarray((P, width), dtype=dtype, buffer=nl.sbuf)
+                load_tile(gate_rows, gate, own, i, t)
+                load_tile(up_rows, up, own, i, t)
                 silu = nl.ndarray((P, width), dtype=dtype, buffer=nl.sbuf)
-                gate_slope = nl.ndarray((P, width), dtype=dtype, buffer=nl.sbuf)  # d (silu(gate) * up) / d gate
+                slope = nl.ndarray((P, width), dtype=dtype, buffer=nl.sbuf)  # of silu(gate) * up, along gate
                 nisa.activation(dst=silu, op=nl.silu, data=gate_rows)
-                nisa.activation(dst=gate_slope, op=nl.silu_dx, data=gate_rows)
-                nisa.tensor_tensor(dst=gate_slope, data1=gate_slope, data2=up_rows, op=nl.multiply)
-                act = nl.ndarray((P, width), dtype=dtype, buffer=nl.sbuf)
-                gate_out_grad = nl.ndarray((P, width), dtype=dtype, buffer=nl.sbuf)
-                up_out_grad = nl.ndarray((P, width), dtype=dtype, buffer=nl.sbuf)
-                nisa.tensor_tensor(dst=act, data1=silu, data2=up_rows, op=nl.multiply)
-                nisa.tensor_tensor(dst=gate_out_grad, data1=gate_slope, data2=act_grad, op=nl.multiply)
-                nisa.tensor_tensor(dst=up_out_grad, data1=silu, data2=act_grad, op=nl.multiply)
-
+                nisa.activation(dst=slope, op=nl.silu_dx, data=gate_rows)
+                nisa.tensor_tensor(dst=slope, data1=slope, data2=up_rows, op=nl.multiply)
+                nisa.tensor_tensor(dst=exchanged[:, act, t, :], data1=silu, data2=up_rows, op=nl.multiply)
+                nisa.tensor_tensor(dst=exchanged[:, gate_out_grad, t, :], data1=slope, data2=act_grad, op=nl.multiply)
+                nisa.tensor_tensor(dst=exchanged[:, up_out_grad, t, :], data1=silu, data2=act_grad, op=nl.multiply)
+            exchange(exchanged, core)
+            y_grad_half = y_grad_rows[:, :, core * half : (core + 1) * half]
+            for part in (core, 1 - core):  # this core's first: meanwhile the other's arrives
+                rows, columns = part * blocks, part * width
+                add_outer_product(gate_sum[:, rows : rows + blocks, :], exchanged[:, 3 * part + 1, :, :], x_rows)
+                add_outer_product(up_sum[:, rows : rows + blocks, :], exchanged[:, 3 * part + 2, :, :], x_rows)
+                add_outer_product(down_sum[:, :, columns : columns + width], y_grad_half, exchanged[:, 3 * part, :, :])
+            order = (1, 4, 2, 5)  # of gate_up's rows: gate's of both cores, then up's
+            for t in range(num_here):
                 grads_T = nl.ndarray((P, 4 * blocks, P), dtype=dtype, buffer=nl.sbuf)
-                exchange_transposed(grads_T, (gate_out_grad, up_out_grad), core)
+                for n in range(4):
+                    transpose(grads_T[:, n * blocks : (n + 1) * blocks, :], exchanged[:, order[n], t, :])
                 store_product(x_grad, sums, index, i, t, grads_T, gate_up, core)
 
-                x_tiles.append(gather_rows(x, ids, i, t))
-                y_grad_tiles.append(y_grad_rows)
-                act_tiles.append(act)
-                gate_grad_tiles.append(gate_out_grad)
-                up_grad_tiles.append(up_out_grad)
-            add_outer_product(gate_sum, gate_grad_tiles, x_tiles)
-            add_outer_product(up_sum, up_grad_tiles, x_tiles)
-            add_outer_product(down_sum, y_grad_tiles, act_tiles)
-
         loop_over_tiles(registers, bounds, expert, body)
-        store_blocks(gate_grad, expert, own, 0, gate_sum)
-        store_blocks(up_grad, expert, own, 0, up_sum)
-        store_blocks(down_grad, expert, 0, own, down_sum)
+        store_blocks(gate_grad, expert, first, core * half, gate_sum)
+        store_blocks(up_grad, expert, first, core * half, up_sum)
+        store_blocks(down_grad, expert, core * half, first, down_sum)
 
     for expert in range(num_experts):
         for index in range(num_slices):
@@ -177,8 +181,8 @@ def experts_backward(y_grad, x, token_ids, tile_bounds, gate_proj, up_proj, down
 # Views and loads
 
 
-def tile_view(tensor, i, t, column, width):
-    """Columns of tile i + t of a [tiles, 128, F] tensor in HBM; i is a device register, t a number."""
+def tile_view(tensor, column, width, i, t):
+    """`width` columns of tile i + t of a [tiles, 128, F] tensor in HBM; i is a device register, t a number."""
     columns = tensor.shape[2]
     return tensor.ap([[columns, P], [1, width]], offset=t * P * columns + column, scalar_offset=i, indirect_dim=0)
 
@@ -195,17 +199,36 @@ def load(tensor):
     return loaded
 
 
-def load_tile(tensor, i, t, column, width):
-    """`tile_view` in SBUF, [128, width]."""
-    rows = nl.ndarray((P, width), dtype=tensor.dtype, buffer=nl.sbuf)
-    nisa.dma_copy(dst=rows, src=tile_view(tensor, i, t, column, width))
-    return rows
+def load_tile(dst, tensor, column, i, t):
+    """dst [128, width] in SBUF = `tile_view`."""
+    nisa.dma_copy(dst=dst, src=tile_view(tensor, column, dst.shape[1], i, t))
+
+
+def gather_tile(dst, x, column, ids, i, t):
+    """dst [128, width] = columns of the rows of x [N, H] that the ids of tile i + t name; zeros where an id is N."""
+    tile_ids = nl.ndarray((P, 1), dtype=ids.dtype, buffer=nl.sbuf)
+    nisa.tensor_copy(
+        dst=tile_ids,
+        src=ids.ap([[ids.shape[1], P], [1, 1]], offset=t, scalar_offset=i, indirect_dim=1),
+        engine=nisa.engine.vector,
+    )
+    nisa.memset(dst=dst, value=0.0, engine=nisa.engine.gpsimd)
+    rows = x.ap([[x.shape[1], P], [1, dst.shape[1]]], offset=column, vector_offset=tile_ids, indirect_dim=0)
+    nisa.dma_copy(dst=dst, src=rows, oob_mode=nisa.oob_mode.skip)
 
 
 def load_blocks(dst, weight, expert, row, column):
-    """A window of a weight [E, R, C] with its rows on partitions: row 128 b + p of it at dst[p, b], [128, blocks, n]."""
+    """dst [128, blocks, n] in SBUF: a window of a weight [E, R, C], its row 128 b + p at dst[p, b]."""
     for b in range(dst.shape[1]):
         nisa.dma_copy(dst=dst[:, b, :], src=block_view(weight, expert, row + b * P, column, dst.shape[2]))
+
+
+def store_blocks(weight, expert, row, column, total):
+    """What `load_blocks` would load becomes `total`, fp32, rounded."""
+    for b in range(total.shape[1]):
+        rounded = nl.ndarray((P, total.shape[2]), dtype=weight.dtype, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=rounded, src=total[:, b, :], engine=nisa.engine.scalar)
+        nisa.dma_copy(dst=block_view(weight, expert, row + b * P, column, total.shape[2]), src=rounded)
 
 
 def load_transposed(weight, expert, row, num_rows, column, num_columns):
@@ -215,23 +238,6 @@ def load_transposed(weight, expert, row, num_rows, column, num_columns):
         window = weight[expert, row : row + num_rows, column + b * P : column + (b + 1) * P]
         nisa.dma_transpose(dst=loaded[:, b, :], src=window)
     return loaded
-
-
-def gather_rows(x, ids, i, t):
-    """The rows of x [N, H] that the ids of tile i + t name, [128, H]; zeros where an id is N."""
-    num_tiles = ids.shape[1]
-    hidden = x.shape[1]
-    tile_ids = nl.ndarray((P, 1), dtype=ids.dtype, buffer=nl.sbuf)
-    nisa.tensor_copy(
-        dst=tile_ids,
-        src=ids.ap([[num_tiles, P], [1, 1]], offset=t, scalar_offset=i, indirect_dim=1),
-        engine=nisa.engine.vector,
-    )
-    rows = nl.ndarray((P, hidden), dtype=x.dtype, buffer=nl.sbuf)
-    nisa.memset(dst=rows, value=0.0, engine=nisa.engine.gpsimd)
-    named = x.ap([[hidden, P], [1, hidden]], vector_offset=tile_ids, indirect_dim=0)
-    nisa.dma_copy(dst=rows, src=named, oob_mode=nisa.oob_mode.skip)
-    return rows
 
 
 # Loops
@@ -263,7 +269,7 @@ def loop_over_tiles(registers, bounds, expert, body):
 def transpose(dst, src):
     """dst [128, n, 128] in SBUF: dst[:, b, :] is the transpose of src[:, 128 b : 128 (b + 1)], src [128, 128 n]."""
     num_blocks = src.shape[1] // P
-    per_bank = BANK // P // (4 if src.dtype == nl.float32 else 2)
+    per_bank = BANK // P * (1 if src.dtype == nl.float32 else 2)
     for start in range(0, num_blocks, per_bank):
         count = min(per_bank, num_blocks - start)
         bank = nl.ndarray((P, count, P), dtype=src.dtype, buffer=nl.psum)
@@ -278,17 +284,12 @@ def matmul(dst, left_T, right):
         nisa.nc_matmul(dst=dst, stationary=left_T[:, b, :], moving=right[:, b, :], accumulate=b > 0)
 
 
-def exchange_transposed(dst, parts, core):
-    """The transposes of both cores' parts [128, width], core 0's first: dst [128, blocks of all, 128]."""
-    own_blocks = dst.shape[1] // 2
-    blocks = own_blocks // len(parts)
-    for n in range(len(parts)):
-        start = core * own_blocks + n * blocks
-        transpose(dst[:, start : start + blocks, :], parts[n])
-    own, other = core * own_blocks, (1 - core) * own_blocks
+def exchange(both, core):
+    """both [128, n, ...] in SBUF: core 0 sends the first half of the n and receives the second, core 1 the reverse."""
+    size = both.shape[1] // 2
     nisa.sendrecv(
-        src=dst[:, own : own + own_blocks, :],
-        dst=dst[:, other : other + own_blocks, :],
+        src=both[:, core * size : (core + 1) * size],
+        dst=both[:, (1 - core) * size : (2 - core) * size],
         send_to_rank=1 - core,
         recv_from_rank=1 - core,
         pipe_id=0,
@@ -310,42 +311,39 @@ def store_product(out, sums, index, i, t, left_T, right, core):
     """
     half = right.shape[2]
     last = index == len(sums)
-    rows = nl.ndarray((P, half), dtype=out.dtype if last else nl.float32, buffer=nl.sbuf)
-    if index > 0:
-        before = load_tile(sums[index - 1], i, t, 0, half)
-    bank = BANK // 4
-    for start in range(0, half, bank):
-        end = min(start + bank, half)
-        product = nl.ndarray((P, end - start), dtype=nl.float32, buffer=nl.psum)
-        matmul(product, left_T, right[:, :, start:end])
+    chunk = 2 * BANK  # columns: rows of 2 KiB in bf16, which the DMA engines want
+    for start in range(0, half, chunk):
+        width = min(chunk, half - start)
+        rows = nl.ndarray((P, width), dtype=out.dtype if last else nl.float32, buffer=nl.sbuf)
         if index > 0:
-            nisa.tensor_tensor(dst=rows[:, start:end], data1=before[:, start:end], data2=product, op=nl.add)
+            before = nl.ndarray((P, width), dtype=nl.float32, buffer=nl.sbuf)
+            load_tile(before, sums[index - 1], start, i, t)
+        for column in range(0, width, BANK):
+            end = min(column + BANK, width)
+            product = nl.ndarray((P, end - column), dtype=nl.float32, buffer=nl.psum)
+            matmul(product, left_T, right[:, :, start + column : start + end])
+            if index > 0:
+                nisa.tensor_tensor(dst=rows[:, column:end], data1=before[:, column:end], data2=product, op=nl.add)
+            else:
+                nisa.tensor_copy(dst=rows[:, column:end], src=product, engine=nisa.engine.scalar)
+        if last:
+            nisa.dma_copy(dst=tile_view(out, core * half + start, width, i, t), src=rows)
         else:
-            nisa.tensor_copy(dst=rows[:, start:end], src=product, engine=nisa.engine.scalar)
-    nisa.dma_copy(dst=tile_view(out, i, t, core * half, half) if last else tile_view(sums[index], i, t, 0, half), src=rows)
+            nisa.dma_copy(dst=tile_view(sums[index], start, width, i, t), src=rows)
 
 
-def add_outer_product(total, left_tiles, right_tiles):
-    """total += left^T @ right, summed over the tiles' tokens.
+def add_outer_product(total, left, right):
+    """total += left^T @ right, summed over tokens.
 
-    total: [128, M / 128, n] fp32 in SBUF; left_tiles: [128 tokens, M] each, right_tiles: [128 tokens, n] each.
+    total: [128, M / 128, n] fp32 in SBUF; left: [128, tiles, M], right: [128, tiles, n], tokens on partitions.
     """
-    bank = BANK // 4
     num_columns = total.shape[2]
     for b in range(total.shape[1]):
-        for start in range(0, num_columns, bank):
-            end = min(start + bank, num_columns)
+        for start in range(0, num_columns, BANK):
+            end = min(start + BANK, num_columns)
             product = nl.ndarray((P, end - start), dtype=nl.float32, buffer=nl.psum)
-            for t in range(len(left_tiles)):
-                left = left_tiles[t][:, b * P : (b + 1) * P]
-                nisa.nc_matmul(dst=product, stationary=left, moving=right_tiles[t][:, start:end], accumulate=t > 0)
+            for t in range(left.shape[1]):
+                rows = left[:, t, b * P : (b + 1) * P]
+                nisa.nc_matmul(dst=product, stationary=rows, moving=right[:, t, start:end], accumulate=t > 0)
             part = total[:, b, start:end]
             nisa.tensor_tensor(dst=part, data1=part, data2=product, op=nl.add)
-
-
-def store_blocks(weight, expert, row, column, total):
-    """What `load_blocks` would load becomes `total`, fp32, rounded."""
-    for b in range(total.shape[1]):
-        rounded = nl.ndarray((P, total.shape[2]), dtype=weight.dtype, buffer=nl.sbuf)
-        nisa.tensor_copy(dst=rounded, src=total[:, b, :], engine=nisa.engine.scalar)
-        nisa.dma_copy(dst=block_view(weight, expert, row + b * P, column, total.shape[2]), src=rounded)

@@ -522,8 +522,9 @@ BROKEN = [
     ("memset of .* to 0.5", lambda x, y, ids: tile((4, 4), nl.int32, nl.sbuf, 0.5)),
     ("memset does not run on scalar", lambda x, y, ids: nisa.memset(tile(), 0, engine=nisa.engine.scalar)),
     # Memory in all, and the end of a kernel
-    ("returns tensors in shared_hbm, found sbuf", lambda x, y, ids: tile()),
-    ("returns tensors in shared_hbm, found None", lambda x, y, ids: None),
+    ("returns whole tensors in shared_hbm, found sbuf", lambda x, y, ids: tile()),
+    ("returns whole tensors in shared_hbm, found None", lambda x, y, ids: None),
+    ("returns whole tensors in shared_hbm, found shared_hbm", lambda x, y, ids: store(tile())[0:2]),
     # Two cores
     ("axis 1", lambda x, y, ids: nl.program_id(1)),
     (
@@ -635,15 +636,36 @@ def loop_with_python_state(x, y, ids):
     nl.fori_loop(0, 2, body)
 
 
-@breaks("body that has ended")
-def tensor_from_a_loop_body(x, y, ids):
+def kept_from_a_loop_body(make):
     kept = []
 
     def body(i):
-        kept.append(tile())
+        kept.append(make())
 
     nl.fori_loop(0, 1, body)
-    store(kept[0])
+    return kept[0]
+
+
+def scratch():
+    t = nl.ndarray((128, 4), nl.float32, nl.private_hbm)
+    nisa.dma_copy(t, tile((128, 4)))
+    return t
+
+
+@breaks("body that has ended")
+def read_of_a_tensor_from_a_loop_body(x, y, ids):
+    store(kept_from_a_loop_body(tile))
+
+
+@breaks("body that has ended")
+def write_to_a_tensor_from_a_loop_body(x, y, ids):
+    nisa.memset(kept_from_a_loop_body(tile), 0)
+
+
+@breaks("body that has ended")
+def gather_from_a_tensor_from_a_loop_body(x, y, ids):
+    rows = kept_from_a_loop_body(scratch).ap([[4, 4], [1, 4]], vector_offset=load(ids))
+    nisa.dma_copy(tile(), rows)
 
 
 @breaks("shared HBM is made in a device loop's body")

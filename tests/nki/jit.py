@@ -55,14 +55,9 @@ class jit:
         for error in sorted(errors, key=lambda error: isinstance(error, cost.OtherCoreFailed)):
             raise error
         check_launch(launch)
+        stored = outputs_of(results)
         cost.add_launch(launch)
-        outputs = [result if isinstance(result, tuple) else (result,) for result in results]
-        for tensor in [tensor for output in outputs for tensor in output]:
-            made = isinstance(tensor, NkiTensor) and tensor.storage.kind == "shared_hbm"
-            check(made, f"a kernel returns tensors in shared_hbm, found {tensor!r}")
-        stored = [[tensor.storage for tensor in output] for output in outputs]
-        check(all(each == stored[0] for each in stored), "the cores return different tensors")
-        tensors = tuple(_output(storage) for storage in stored[0])
+        tensors = tuple(_output(storage) for storage in stored)
         return tensors if isinstance(results[0], tuple) else tensors[0]
 
 
@@ -75,6 +70,18 @@ def check_launch(launch: cost.Launch) -> None:
             check(peak <= limit, f"{peak} {unit} of {kind.upper()} are alive at once, of {limit}: {largest}")
     trips = [core.trip_counts for core in launch.cores]
     check(all(each == trips[0] for each in trips), f"device loops ran differently on the two cores: {trips}")
+
+
+def outputs_of(results: list) -> list[Buffer]:
+    """The storage of what the kernel returned, on all cores the same."""
+    outputs = [result if isinstance(result, tuple) else (result,) for result in results]
+    for tensor in [tensor for output in outputs for tensor in output]:
+        shared = isinstance(tensor, NkiTensor) and tensor.buffer == "shared_hbm"
+        whole_one = shared and tensor.size == tensor.storage.size
+        check(whole_one, f"a kernel returns whole tensors in shared_hbm, found {tensor!r}")
+    stored = [[tensor.storage for tensor in output] for output in outputs]
+    check(all(each == stored[0] for each in stored), "the cores return different tensors")
+    return stored[0]
 
 
 def _input(arg):

@@ -460,6 +460,10 @@ BROKEN = [
         "partitions or elements per partition differ",
         lambda x, y, ids: nisa.activation(tile(), op=nl.silu, data=tile((2, 8))),
     ),
+    (
+        "partitions or elements per partition differ",
+        lambda x, y, ids: nisa.tensor_tensor(tile(), tile(), tile((4, 1)), op=nl.add),
+    ),
     # Instructions
     ("dma_copy of 12 elements", lambda x, y, ids: nisa.dma_copy(tile(), x[0:4, 0:3])),
     (

@@ -136,8 +136,11 @@ def dma_transpose(dst, src, name=None):
     _spend_dma("dma_transpose", cost.dma_transpose(dst), dst, src)
 
 
-def sendrecv(src, dst, send_to_rank, recv_from_rank, pipe_id=0, name=None):
-    """Send src to the other core's dst, and receive its src in dst. SBUF to SBUF, of one shape and dtype on both."""
+def sendrecv(src, dst, send_to_rank, recv_from_rank, pipe_id, name=None):
+    """Send src to the other core's dst, and receive its src in dst. SBUF to SBUF, of one shape and dtype on both.
+
+    The n-th on one core meets the n-th on the other.
+    """
     _check_operands("sendrecv", "dma", [dst], [src])
     core = cost.core()
     check(dst.buffer == src.buffer == "sbuf", f"sendrecv is between SBUFs, found {src} and {dst}")

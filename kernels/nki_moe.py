@@ -50,6 +50,11 @@ def backward_bytes(hidden: int, width: int, itemsize: int, sliced: bool) -> int:
     return rows + weights * 4 + _product_bytes(hidden, itemsize, sliced)
 
 
+def sum_bytes(hidden: int, k: int, num_tokens: int, itemsize: int) -> int:
+    """As `forward_bytes`, of the sum over tokens' choices: k rows and their sum, an identity, and all indices."""
+    return ((k + 1) * hidden + TILE) * itemsize + 4 * k * (-(-num_tokens // TILE) + 2)
+
+
 def _product_bytes(hidden: int, itemsize: int, sliced: bool) -> int:
     """Up to 1,024 columns of y or of x's gradient on their way out; sliced: in fp32, with the sum so far."""
     return min(1024, hidden // 2) * (8 if sliced else itemsize)
@@ -99,6 +104,9 @@ def supports(
     for name, size in (("hidden_size", hidden), ("moe_intermediate_size (of this rank)", intermediate)):
         if size % STEP:
             return f"{name} {size}; expected a multiple of {STEP}"
+    num_tokens, k = slot_of_choice.shape
+    if sum_bytes(hidden, k, num_tokens, x.itemsize) > SBUF_BYTES:
+        return f"{num_tokens} tokens with {k} choices: their sum does not fit into {SBUF_BYTES // 1024} KiB of SBUF"
     for kernel, bytes_of in (("forward", forward_bytes), ("backward", backward_bytes)):
         if not _slices(x, choice_of_slot, gate_proj, bytes_of):
             return f"hidden_size {hidden} in {x.dtype}: {kernel} does not fit into {SBUF_BYTES // 1024} KiB of SBUF"
@@ -118,6 +126,13 @@ def tile_indices(choice_of_slot: Tensor, slot_of_choice: Tensor, group_ends: Ten
     return token_ids, torch.stack((starts, pair_ends, ends), dim=1).view(1, -1)
 
 
+def token_indices(slot_of_choice: Tensor, num_slots: int) -> Tensor:
+    """The slots of each token as `sum_rows` wants them: [128, tiles, k], tiles even, num_slots for none."""
+    num_tokens, k = slot_of_choice.shape
+    padded = F.pad(slot_of_choice, (0, 0, 0, -num_tokens % (NUM_CORES * TILE)), value=num_slots)
+    return padded.view(-1, TILE, k).transpose(0, 1).contiguous()
+
+
 def _tiles(rows: Tensor) -> Tensor:
     return rows.contiguous().view(-1, TILE, rows.shape[1])
 
@@ -127,7 +142,7 @@ def _operation():
     """The operation, defined when it is first used: before that, neither AWS's package nor the kernels are imported."""
     from torch_neuronx import nki_op
 
-    from qwen3_trn.kernels.nki_moe_kernels import experts_backward, experts_forward
+    from qwen3_trn.kernels.nki_moe_kernels import experts_backward, experts_forward, sum_rows
 
     @nki_op("qwen3_trn::nki_moe_experts", mutates_args={})
     def forward(
@@ -164,9 +179,10 @@ def _operation():
         slots_x_grad, *weight_grads = experts_backward[NUM_CORES](
             _tiles(y_grad), x.contiguous(), *tile_indices(*slots), *weights, _tiles(gate), _tiles(up), slices
         )
-        # A token's gradient is the sum over its slots.
-        ones = torch.ones(slot_of_choice.shape, dtype=torch.float32, device=x.device)
-        return moe.combine(slots_x_grad.flatten(0, 1), ones, slots), *weight_grads
+        identity = torch.eye(TILE, dtype=x.dtype, device=x.device)
+        indices = token_indices(slot_of_choice, choice_of_slot.shape[0])
+        x_grad = sum_rows[NUM_CORES](slots_x_grad.flatten(0, 1), indices, identity)
+        return x_grad.flatten(0, 1)[: x.shape[0]], *weight_grads
 
     def setup_context(ctx, inputs, output) -> None:
         ctx.save_for_backward(*inputs, *output[1:])

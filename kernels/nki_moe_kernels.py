@@ -1,4 +1,4 @@
-"""The SwiGLU experts as two NKI kernels, forward and backward. nki_moe.py binds them to PyTorch.
+"""The SwiGLU experts as NKI kernels: forward, backward, and the sum of rows by token. nki_moe.py binds them to PyTorch.
 
 Written for NKI 0.6 and 0.7 and a logical core of two NeuronCores (LNC 2): `experts_forward[2](...)`.
 
@@ -178,6 +178,43 @@ def experts_backward(y_grad, x, token_ids, tile_bounds, gate_proj, up_proj, down
     return x_grad, gate_grad, up_grad, down_grad
 
 
+@nki.jit
+def sum_rows(rows, indices, identity):
+    """Each token's sum of the rows that it names, in fp32, by gather: what a scatter-add would do in no fixed order.
+
+    rows: [S, H]; indices: [128, tiles, k] int32, of token 128 t + p at [p, t], S where a choice has no row; tiles is
+    even; identity: [128, 128] in rows' dtype. Returns [tiles, 128, H]. Each core has half of the tiles. The tensor
+    engine adds: in its place the vector engine would need three times the time of the gather.
+    """
+    num_tiles, k = indices.shape[1], indices.shape[2]
+    hidden = rows.shape[1]
+    first = nl.program_id(0) * (num_tiles // 2)
+    out = nl.ndarray((num_tiles, P, hidden), dtype=rows.dtype, buffer=nl.shared_hbm)
+    all_ids = load(indices)
+    ones = load(identity)
+
+    def body(i):
+        ids = nl.ndarray((P, k), dtype=indices.dtype, buffer=nl.sbuf)
+        pattern = [[num_tiles * k, P], [1, k]]
+        mine = all_ids.ap(pattern, offset=first * k, scalar_offset=i, indirect_dim=1)
+        nisa.tensor_copy(dst=ids, src=mine, engine=nisa.engine.vector)
+        named = nl.ndarray((P, k, hidden), dtype=rows.dtype, buffer=nl.sbuf)
+        nisa.memset(dst=named, value=0.0, engine=nisa.engine.vector)
+        for j in range(k):
+            gather(named[:, j, :], rows, 0, ids[:, j : j + 1])
+        total = nl.ndarray((P, hidden), dtype=rows.dtype, buffer=nl.sbuf)
+        for start in range(0, hidden, BANK):
+            end = min(start + BANK, hidden)
+            total_ps = nl.ndarray((P, end - start), dtype=nl.float32, buffer=nl.psum)
+            for j in range(k):
+                nisa.nc_matmul(dst=total_ps, stationary=ones, moving=named[:, j, start:end], accumulate=j > 0)
+            nisa.tensor_copy(dst=total[:, start:end], src=total_ps, engine=nisa.engine.scalar)
+        nisa.dma_copy(dst=tile_view(out, 0, hidden, i, first), src=total)
+
+    nl.fori_loop(0, num_tiles // 2, body)
+    return out
+
+
 # Views and loads
 
 
@@ -193,7 +230,7 @@ def block_view(weight, expert, row, column, width):
 
 
 def load(tensor):
-    """A small 2-D tensor, whole, into SBUF."""
+    """A small tensor, whole, into SBUF."""
     loaded = nl.ndarray(tensor.shape, dtype=tensor.dtype, buffer=nl.sbuf)
     nisa.dma_copy(dst=loaded, src=tensor)
     return loaded
@@ -213,8 +250,13 @@ def gather_tile(dst, x, column, ids, i, t):
         engine=nisa.engine.vector,
     )
     nisa.memset(dst=dst, value=0.0, engine=nisa.engine.gpsimd)
-    rows = x.ap([[x.shape[1], P], [1, dst.shape[1]]], offset=column, vector_offset=tile_ids, indirect_dim=0)
-    nisa.dma_copy(dst=dst, src=rows, oob_mode=nisa.oob_mode.skip)
+    gather(dst, x, column, tile_ids)
+
+
+def gather(dst, rows, column, ids):
+    """dst [128, width] = columns of the rows [R, C] in HBM that ids [128, 1] name; where an id is R, dst stays."""
+    named = rows.ap([[rows.shape[1], P], [1, dst.shape[1]]], offset=column, vector_offset=ids, indirect_dim=0)
+    nisa.dma_copy(dst=dst, src=named, oob_mode=nisa.oob_mode.skip)
 
 
 def load_blocks(dst, weight, expert, row, column):

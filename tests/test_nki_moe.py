@@ -211,7 +211,7 @@ def test_an_ep_rank_of_30b_a3b():
     inputs = make_inputs(ids, 8, 2048, 768, torch.bfloat16)
     with tests.nki.record() as r:
         assert_equals_rounded(inputs, ids)
-    assert len(r.launches) == 2
+    assert len(r.launches) == 3
     print(f"SBUF {r.sbuf_peak} bytes per partition, PSUM {r.psum_peak} banks, {r.instructions} instructions")
 
 
@@ -269,24 +269,35 @@ def test_the_operation_is_one_node_with_the_default_shapes_and_flops():
     assert flops[0] == flops[1] == 9 * 2 * 384 * 256 * 256
 
 
+def test_memory_of_the_sum_is_within_the_formula():
+    ids = top_ids(300, 8, 8)
+    inputs = make_inputs(ids, 8, 512, 256)
+    with tests.nki.record() as r:
+        run_layer(nki_moe.moe_experts, inputs, ids, torch.ones(300, 512))
+    found, _ = r.launches[-1].cores[0].peak("sbuf")
+    most = nki_moe.sum_bytes(512, 8, 300, 4)
+    assert 0.9 * most <= found <= most
+
+
 REASONS = {
     "hidden_size 384": {"hidden": 384},
     "moe_intermediate_size (of this rank) 128": {"intermediate": 128},
     "dtype torch.float64": {"dtype": torch.float64},
     "300 slots; expected a multiple of 128": {"slots": 300},
     "backward does not fit into 208 KiB": {"hidden": 16384},
+    "100 tokens with 64 choices: their sum does not fit": {"hidden": 2048, "k": 64},
 }
 
 
 @pytest.mark.parametrize("reason", REASONS)
 def test_what_does_not_fit_is_refused_by_name(reason):
-    change = {"hidden": 256, "intermediate": 256, "dtype": torch.bfloat16, "slots": 512} | REASONS[reason]
+    change = {"hidden": 256, "intermediate": 256, "dtype": torch.bfloat16, "slots": 512, "k": 2} | REASONS[reason]
     hidden, intermediate = change["hidden"], change["intermediate"]
     with torch.device("meta"):
         arguments = (
             torch.empty(100, hidden, dtype=change["dtype"]),
             torch.empty(change["slots"], dtype=torch.int32),
-            torch.empty(100, 2, dtype=torch.int32),
+            torch.empty(100, change["k"], dtype=torch.int32),
             torch.empty(4, dtype=torch.int32),
             *(torch.empty(4, intermediate, hidden, dtype=change["dtype"]) for _ in range(2)),
             torch.empty(4, hidden, intermediate, dtype=change["dtype"]),

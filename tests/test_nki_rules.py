@@ -3,6 +3,7 @@
 pytest tests/test_nki_rules.py
 """
 
+import importlib.util
 import sys
 import types
 
@@ -742,8 +743,8 @@ def too_many_banks(x, y, ids):
     banks = []
     for _ in range(9):
         banks.append(tile((1, 1), nl.float32, nl.psum))
-    for bank in banks:
-        nisa.tensor_copy(tile((1, 1)), bank)
+    for one in banks:
+        nisa.tensor_copy(tile((1, 1)), one)
 
 
 # Two cores
@@ -833,33 +834,46 @@ def four_cores(x, y, ids):
 # The Python of kernels
 
 
-@breaks("may not use raise")
-def uses_raise(x, y, ids):
-    if x.shape[0] != 128:
-        raise ValueError
-
-
-@breaks("may not use is: use ==")
-def uses_is(x, y, ids):
-    assert x is y
-
-
-@breaks("may not use a comprehension")
-def uses_a_comprehension(x, y, ids):
-    return tuple([t.shape for t in (x, y)])
-
-
-@breaks("may not use lambda")
-def uses_lambda_in_a_loop(x, y, ids):
-    nl.fori_loop(0, 2, lambda i: None)
-
-
-@breaks("may not use try")
-def uses_try(x, y, ids):
-    try:
-        tile()
-    finally:
-        pass
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("raise ValueError", "raise: use assert"),
+        ("assert x is None", "is: use =="),
+        ("assert x is not None", "is not: use !="),
+        ("f = lambda: x", "lambda: use def"),
+        ("y = [i for i in x]", "a comprehension: use a loop"),
+        ("y = {i for i in x}", "a comprehension: use a loop"),
+        ("y = {i: i for i in x}", "a comprehension: use a loop"),
+        ("y = sum(i for i in x)", "a generator: use a loop"),
+        ("y = print(*x)", r"\*"),
+        ("print(y := x)", ":="),
+        ("with x: pass", "with"),
+        ("yield x", "yield"),
+        ("yield from x", "yield"),
+        ("global x2; x2 = x", "global"),
+        ("del x", "del"),
+        ("import nki", "import"),
+        ("from nki import isa", "import"),
+        ("class C: pass", "class"),
+        ("def f(*, y): pass", "keyword-only or variable arguments"),
+        ("def f(*y): pass", "keyword-only or variable arguments"),
+        ("def f(**y): pass", "keyword-only or variable arguments"),
+        ("async def f(): pass", "async"),
+        ("try: f(x)\n    finally: pass", "try"),
+        ("match x:\n        case 1: pass", "match"),
+        ("def f():\n        nonlocal x", "nonlocal"),
+        ("y = np.zeros(3)", "the module numpy"),
+        ("@nl.jit\n    def f(): pass", "a decorator on a helper"),
+    ],
+)
+def test_refused_python(tmp_path, line, message):
+    """With the file and the line to look at."""
+    (tmp_path / "kernels.py").write_text(f"import numpy as np\n\ndef kernel(x):\n    {line}\n")
+    spec = importlib.util.spec_from_file_location("kernels_that_are_refused", tmp_path / "kernels.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with pytest.raises(NkiError, match=rf"kernels\.py:[45]: in kernel, a kernel may not use {message}$"):
+        jit(module.kernel)
 
 
 def helper_with_keywords(*, value):
@@ -882,15 +896,6 @@ def innocent_helper(t):
 @breaks("in helper_of_a_helper, a kernel may not use the module numpy")
 def calls_a_helper_that_uses_numpy(x, y, ids):
     innocent_helper(x)
-
-
-@breaks("a decorator on a helper")
-def decorates_a_helper(x, y, ids):
-    @jit
-    def helper(t):
-        return t
-
-    helper(x)
 
 
 @pytest.mark.parametrize("kernel, message, cores", BROKEN_KERNELS)

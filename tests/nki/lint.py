@@ -17,7 +17,6 @@ REFUSED = {
     ast.With: "with",
     ast.Yield: "yield",
     ast.YieldFrom: "yield",
-    ast.Await: "await",
     ast.AsyncFunctionDef: "async",
     ast.Lambda: "lambda: use def",
     ast.Is: "is: use ==",

@@ -16,8 +16,9 @@ import tests.nki
 from tests.nki import NkiError
 from tests.nki import isa as nisa
 from tests.nki import language as nl
-from tests.nki.cost import SBUF_BYTES
 from tests.nki.jit import jit
+
+SBUF_BYTES = 208 * 1024  # of a partition, that kernels can use
 
 # Helpers that kernels call.
 
@@ -958,7 +959,8 @@ def test_cycles_of_instructions():
     # 128 KiB in and out, in runs of 1 KiB, which reach 1024 / (1024 + 512) of 368 GB/s.
     assert r.dma_bytes == 2 * 128 * 1024
     assert r.cycles["dma"] == pytest.approx(2 * 128 * 1024 / 368 * 1.5)
-    assert r.time_us["tensor"] == pytest.approx(512 / 2400)
+    times = {"tensor": 512 / 2400, "vector": 512 / 960, "scalar": 512 / 1200, "gpsimd": 256 / 1200}
+    assert r.time_us == pytest.approx({**times, "dma": r.cycles["dma"] / 1000})
     assert r.bound == "dma"
     assert r.instructions == 6
 
@@ -989,6 +991,26 @@ def test_cycles_of_copies(dst, src, cycles):
 
     both = [cycles_of(kernel, dst, src, copies).cycles["vector"] for copies in (True, False)]
     assert both[0] - both[1] == cycles
+
+
+@pytest.mark.parametrize(
+    "dtype, columns, cycles",
+    [
+        (nl.bfloat16, slice(0, 512), 512),
+        (nl.float32, slice(0, 512), 1024),  # two reads of SBUF take turns
+        (nl.float32, slice(0, 2048, 4), 1024),  # 16 bytes from one element to the next
+        (nl.float32, slice(0, 2560, 5), 2048),  # more than 16
+    ],
+)
+def test_cycles_of_two_tensors(dtype, columns, cycles):
+    def kernel(dtype, columns):
+        wide = nl.ndarray((8, 2560), dtype, nl.sbuf)
+        nisa.memset(wide, 0, engine=nisa.engine.gpsimd)
+        part = wide[:, columns]
+        nisa.tensor_tensor(part, part, part, op=nl.add)
+        return store(wide)
+
+    assert cycles_of(kernel, dtype, columns).cycles["vector"] == cycles
 
 
 def test_float32_matmuls_take_four_passes():

@@ -7,7 +7,6 @@
 docs/kernels.md: what they cost, and what ran where.
 """
 
-import functools
 import os
 
 import torch
@@ -137,12 +136,20 @@ def _tiles(rows: Tensor) -> Tensor:
     return rows.contiguous().view(-1, TILE, rows.shape[1])
 
 
-@functools.cache
-def _operation():
-    """The operation, defined when it is first used: before that, neither AWS's package nor the kernels are imported."""
-    from torch_neuronx import nki_op
+@torch.compiler.assume_constant_result  # torch.compile calls it, and does not look into it
+def _define_operations() -> None:
+    """Define torch.ops.qwen3_trn.nki_moe_experts when it is first used: only then AWS's packages are imported."""
+    if hasattr(torch.ops.qwen3_trn, "nki_moe_experts"):
+        return
+    try:
+        from torch_neuronx import nki_op
 
-    from qwen3_trn.kernels.nki_moe_kernels import experts_backward, experts_forward, sum_rows
+        from qwen3_trn.kernels.nki_moe_kernels import experts_backward, experts_forward, sum_rows
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"the NKI kernels of moe_experts need AWS's packages torch_neuronx and nki: {error}. They come from AWS's "
+            "Neuron index; those of the same names elsewhere are placeholders."
+        ) from error
 
     @nki_op("qwen3_trn::nki_moe_experts", mutates_args={})
     def forward(
@@ -198,7 +205,6 @@ def _operation():
     for name in ("moe_experts", "moe_experts_backward"):
         default, ours = getattr(torch.ops.qwen3_trn, name), getattr(torch.ops.qwen3_trn, f"nki_{name}")
         register_flop_formula(ours, get_raw=True)(flop_registry[default])
-    return forward
 
 
 def moe_experts(
@@ -218,4 +224,5 @@ def moe_experts(
     arguments = (x, choice_of_slot, slot_of_choice, group_ends, gate_proj, up_proj, down_proj)
     if reason := supports(*arguments):
         raise UserError(f"the NKI kernels of moe_experts cannot run: {reason}. Leave out this kernel to use PyTorch's.")
-    return _operation()(*arguments)
+    _define_operations()
+    return torch.ops.qwen3_trn.nki_moe_experts(*arguments)

@@ -21,6 +21,7 @@ from tests.common import REPO
 
 tests.nki.install()
 
+from benchmarks import nki_cost  # noqa: E402
 from qwen3_trn.kernels import nki_moe  # noqa: E402
 
 
@@ -240,7 +241,7 @@ def test_memory_is_within_the_formulas(name):
         (forward, backward), (nki_moe.forward_bytes, nki_moe.backward_bytes), slices, strict=True
     ):
         most = bytes_of(hidden, intermediate // count // 2, 2, count > 1) + indices
-        assert 0.8 * most <= record.sbuf_peak <= most <= nki_moe.SBUF_BYTES, bytes_of
+        assert 0.88 * most <= record.sbuf_peak <= most <= nki_moe.SBUF_BYTES, bytes_of
         assert record.psum_peak <= 8
 
 
@@ -256,7 +257,7 @@ def test_the_operation_is_one_node_with_the_default_shapes_and_flops():
     torch.library.opcheck(
         torch.ops.qwen3_trn.nki_moe_experts.default,
         arguments,
-        test_utils=("test_schema", "test_autograd_registration"),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
     meta = [tensor.detach().to("meta").requires_grad_(tensor.is_floating_point()) for tensor in arguments]
     flops = []
@@ -277,6 +278,14 @@ def test_memory_of_the_sum_is_within_the_formula():
     found, _ = r.launches[-1].cores[0].peak("sbuf")
     most = nki_moe.sum_bytes(512, 8, 300, 4)
     assert 0.9 * most <= found <= most
+
+
+def test_it_compiles_without_a_break():
+    ids = top_ids(20, 2, 2)
+    inputs, out_grad = make_inputs(ids, 2, 256, 256), torch.randn(20, 256)
+    compiled = torch.compile(nki_moe.moe_experts, backend="aot_eager", fullgraph=True)
+    plain, found = (run_layer(op, inputs, ids, out_grad) for op in (nki_moe.moe_experts, compiled))
+    assert all(torch.equal(found[name], expected) for name, expected in plain.items())
 
 
 REASONS = {
@@ -307,6 +316,13 @@ def test_what_does_not_fit_is_refused_by_name(reason):
         nki_moe.moe_experts(*arguments)
 
 
+def test_the_table_of_costs_is_that_of_the_documentation():
+    """One model and one number of rows of it."""
+    table = (REPO / "docs" / "kernels.md").read_text().splitlines()
+    lines = [*nki_cost.measure_experts("Qwen3-30B-A3B", 256), nki_cost.measure_sum("Qwen3-30B-A3B")]
+    assert [line for line in lines if line not in table] == []
+
+
 def test_one_neuron_core_is_refused(monkeypatch):
     ids = top_ids(20, 2, 2)
     inputs = make_inputs(ids, 2, 256, 256)
@@ -322,10 +338,21 @@ def test_the_folder_is_not_taken_for_the_library_of_its_name():
 import importlib.util, sys
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 from transformers.utils import is_kernels_available
+from qwen3_trn.errors import UserError
 from qwen3_trn.kernels import nki_moe
 spec = importlib.util.find_spec("kernels")
 print(spec.origin, list(spec.submodule_search_locations)[0], is_kernels_available())
 print(sorted({"nki", "torch_neuronx"} & sys.modules.keys()))
+
+import torch
+from qwen3_trn.moe import assign_slots
+sys.modules["nki"] = sys.modules["torch_neuronx"] = None  # as if not installed
+weights = torch.zeros(2, 256, 256)
+try:
+    nki_moe.moe_experts(torch.zeros(1, 256), *assign_slots(torch.zeros(1, 1).int(), 2, 128), weights, weights, weights)
+except UserError as error:
+    print(str(error).split(":")[0])
 """
     result = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=120)
-    assert result.stdout.splitlines() == [f"None {REPO / 'kernels'} False", "[]"], result.stderr
+    needs = "the NKI kernels of moe_experts need AWS's packages torch_neuronx and nki"
+    assert result.stdout.splitlines() == [f"None {REPO / 'kernels'} False", "[]", needs], result.stderr

@@ -8,6 +8,7 @@ docs/kernels.md: what they cost, and what ran where.
 """
 
 import os
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -59,10 +60,17 @@ def _product_bytes(hidden: int, itemsize: int, sliced: bool) -> int:
     return min(1024, hidden // 2) * (8 if sliced else itemsize)
 
 
-def count_slices(hidden: int, intermediate: int, num_slots: int, num_experts: int, itemsize: int, bytes_of) -> int:
+def count_slices(
+    hidden: int,
+    intermediate: int,
+    num_slots: int,
+    num_experts: int,
+    itemsize: int,
+    bytes_of: Callable[[int, int, int, bool], int],
+) -> int:
     """The fewest slices of the intermediate dim with which a kernel fits into SBUF; 0 if it does not.
 
-    bytes_of: `forward_bytes` or `backward_bytes`.
+    bytes_of: `forward_bytes` or `backward_bytes`. num_slots, num_experts and itemsize (bytes) are a rank's.
     """
     indices = 4 * (num_slots // TILE + 3 * num_experts)
     for slices in range(1, intermediate // STEP + 1):
@@ -73,7 +81,9 @@ def count_slices(hidden: int, intermediate: int, num_slots: int, num_experts: in
     return 0
 
 
-def _slices(x: Tensor, choice_of_slot: Tensor, gate_proj: Tensor, bytes_of) -> int:
+def _slices(
+    x: Tensor, choice_of_slot: Tensor, gate_proj: Tensor, bytes_of: Callable[[int, int, int, bool], int]
+) -> int:
     num_experts, intermediate, hidden = gate_proj.shape
     return count_slices(hidden, intermediate, choice_of_slot.shape[0], num_experts, x.itemsize, bytes_of)
 

@@ -1,0 +1,238 @@
+"""`moe_experts` on Trainium by NKI kernels, in place of the default of qwen3_trn/moe.py, which has the same signature.
+
+    slots = assign_slots(expert_ids, num_experts, block=128)
+    y, gate, up = nki_moe.moe_experts(x, *slots, gate_proj, up_proj, down_proj)
+
+`supports(...)` of the same arguments says why they do not fit, or None. The kernels are in nki_moe_kernels.py.
+docs/kernels.md: what they cost, and what ran where.
+"""
+
+import os
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+from qwen3_trn import moe
+from qwen3_trn.errors import UserError
+
+TILE = 128  # rows; an expert's slots are a multiple
+STEP = 256  # the two cores share the hidden and the intermediate dim, each in blocks of 128
+MAX_WIDTH = 512  # columns of a PSUM bank in fp32: what a core computes of the intermediate dim at a time
+# Bytes of a partition that a kernel may plan with: of Trainium2's 224 KiB, the DMA engines' descriptor rings take
+# 16 KiB (AWS, "Trainium2 Architecture Guide for NKI").
+SBUF_BYTES = 208 * 1024
+NUM_CORES = 2  # NeuronCores of a logical core, LNC
+
+
+def forward_bytes(hidden: int, width: int, itemsize: int, sliced: bool) -> int:
+    """SBUF that forward needs at the least, in bytes per partition.
+
+    width: columns of the intermediate dim that a core computes at a time; sliced: whether that is not all of its half.
+    The weights are counted once: what is left of SBUF, the compiler has for loading the next ones meanwhile, and for
+    working on more than one tile at once.
+    """
+    weights = 3 * hidden * width // TILE
+    two_tiles = 2 * 2 * width  # the transposed activations of both cores
+    one_tile = 2 * hidden + 3 * width  # x and its transpose; gate, up, act
+    return (weights + two_tiles + one_tile) * itemsize + _product_bytes(hidden, itemsize, sliced)
+
+
+def backward_bytes(hidden: int, width: int, itemsize: int, sliced: bool) -> int:
+    """As `forward_bytes`, with the weights' gradients in fp32."""
+    weights = 3 * hidden * width // TILE
+    two_tiles = 2 * (hidden + hidden // 2 + 6 * width)  # y_grad, half of x, what the cores exchange
+    one_tile = hidden + 8 * width  # y_grad transposed; gate, up, silu, slope; the gradients of gate and up transposed
+    rounded = max(hidden // 2, 2 * width)
+    rows = (weights + two_tiles + one_tile + rounded) * itemsize
+    return rows + weights * 4 + _product_bytes(hidden, itemsize, sliced)
+
+
+def sum_bytes(hidden: int, k: int, num_tokens: int, itemsize: int) -> int:
+    """As `forward_bytes`, of the sum over tokens' choices: k rows and their sum, an identity, and all indices."""
+    return ((k + 1) * hidden + TILE) * itemsize + 4 * k * (-(-num_tokens // TILE) + 2)
+
+
+def _product_bytes(hidden: int, itemsize: int, sliced: bool) -> int:
+    """Up to 1,024 columns of y or of x's gradient on their way out; sliced: in fp32, with the sum so far."""
+    return min(1024, hidden // 2) * (8 if sliced else itemsize)
+
+
+def count_slices(
+    hidden: int,
+    intermediate: int,
+    num_slots: int,
+    num_experts: int,
+    itemsize: int,
+    bytes_of: Callable[[int, int, int, bool], int],
+) -> int:
+    """The fewest slices of the intermediate dim with which a kernel fits into SBUF; 0 if it does not.
+
+    bytes_of: `forward_bytes` or `backward_bytes`. num_slots, num_experts and itemsize (bytes) are a rank's.
+    """
+    indices = 4 * (num_slots // TILE + 3 * num_experts)
+    for slices in range(1, intermediate // STEP + 1):
+        width = intermediate // slices // 2
+        whole = intermediate % (STEP * slices) == 0 and width <= MAX_WIDTH
+        if whole and bytes_of(hidden, width, itemsize, slices > 1) + indices <= SBUF_BYTES:
+            return slices
+    return 0
+
+
+def _slices(
+    x: Tensor, choice_of_slot: Tensor, gate_proj: Tensor, bytes_of: Callable[[int, int, int, bool], int]
+) -> int:
+    num_experts, intermediate, hidden = gate_proj.shape
+    return count_slices(hidden, intermediate, choice_of_slot.shape[0], num_experts, x.itemsize, bytes_of)
+
+
+def supports(
+    x: Tensor,
+    choice_of_slot: Tensor,
+    slot_of_choice: Tensor,
+    group_ends: Tensor,
+    gate_proj: Tensor,
+    up_proj: Tensor,
+    down_proj: Tensor,
+) -> str | None:
+    """Why the kernels cannot take these arguments of `moe_experts` (meta tensors do), or None if they can."""
+    _, intermediate, hidden = gate_proj.shape
+    lnc = os.environ.get("NEURON_LOGICAL_NC_CONFIG", "2")
+    if lnc != str(NUM_CORES):
+        return f"NEURON_LOGICAL_NC_CONFIG={lnc}; the kernels run on logical cores of {NUM_CORES} NeuronCores"
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        return f"dtype {x.dtype}; the kernels compute in bfloat16 or float32"
+    if any(weight.dtype != x.dtype for weight in (gate_proj, up_proj, down_proj)):
+        return f"weights of dtype {gate_proj.dtype}, {up_proj.dtype}, {down_proj.dtype} with tokens of {x.dtype}"
+    if choice_of_slot.dtype != torch.int32:
+        return f"slots of dtype {choice_of_slot.dtype}; expected int32"
+    if choice_of_slot.shape[0] % TILE:
+        return f"{choice_of_slot.shape[0]} slots; expected a multiple of {TILE}: assign_slots(..., block={TILE})"
+    for name, size in (("hidden_size", hidden), ("moe_intermediate_size (of this rank)", intermediate)):
+        if size % STEP:
+            return f"{name} {size}; expected a multiple of {STEP}"
+    num_tokens, k = slot_of_choice.shape
+    if sum_bytes(hidden, k, num_tokens, x.itemsize) > SBUF_BYTES:
+        return f"{num_tokens} tokens with {k} choices: their sum does not fit into {SBUF_BYTES // 1024} KiB of SBUF"
+    for kernel, bytes_of in (("forward", forward_bytes), ("backward", backward_bytes)):
+        if not _slices(x, choice_of_slot, gate_proj, bytes_of):
+            return f"hidden_size {hidden} in {x.dtype}: {kernel} does not fit into {SBUF_BYTES // 1024} KiB of SBUF"
+    return None
+
+
+def tile_indices(choice_of_slot: Tensor, slot_of_choice: Tensor, group_ends: Tensor) -> tuple[Tensor, Tensor]:
+    """What the kernels want to know of the slots, int32.
+
+    Returns the token of each slot, [128, tiles], N (the number of tokens) for a pad; and [1, 3E]: each expert's first
+    tile, the end of its pairs of tiles, the end of its tiles.
+    """
+    token_ids = (choice_of_slot // slot_of_choice.shape[1]).view(-1, TILE).T.contiguous()
+    ends = group_ends // TILE
+    starts = F.pad(ends[:-1], (1, 0))
+    pair_ends = starts + (ends - starts) // 2 * 2
+    return token_ids, torch.stack((starts, pair_ends, ends), dim=1).view(1, -1)
+
+
+def token_indices(slot_of_choice: Tensor, num_slots: int) -> Tensor:
+    """The slots of each token as `sum_rows` wants them: [128, tiles, k], tiles even, num_slots for none."""
+    num_tokens, k = slot_of_choice.shape
+    padded = F.pad(slot_of_choice, (0, 0, 0, -num_tokens % (NUM_CORES * TILE)), value=num_slots)
+    return padded.view(-1, TILE, k).transpose(0, 1).contiguous()
+
+
+def _tiles(rows: Tensor) -> Tensor:
+    return rows.contiguous().view(-1, TILE, rows.shape[1])
+
+
+@torch.compiler.assume_constant_result  # torch.compile calls it, and does not look into it
+def _define_operations() -> None:
+    """Define torch.ops.qwen3_trn.nki_moe_experts when it is first used: only then AWS's packages are imported."""
+    if hasattr(torch.ops.qwen3_trn, "nki_moe_experts"):
+        return
+    try:
+        from torch_neuronx import nki_op
+
+        from qwen3_trn.kernels.nki_moe_kernels import experts_backward, experts_forward, sum_rows
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"the NKI kernels of moe_experts need AWS's packages torch_neuronx and nki: {error}. They come from AWS's "
+            "Neuron index; those of the same names elsewhere are placeholders."
+        ) from error
+
+    @nki_op("qwen3_trn::nki_moe_experts", mutates_args={})
+    def forward(
+        x: Tensor,
+        choice_of_slot: Tensor,
+        slot_of_choice: Tensor,
+        group_ends: Tensor,
+        gate_proj: Tensor,
+        up_proj: Tensor,
+        down_proj: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        indices = tile_indices(choice_of_slot, slot_of_choice, group_ends)
+        slices = _slices(x, choice_of_slot, gate_proj, forward_bytes)
+        weights = (gate_proj.contiguous(), up_proj.contiguous(), down_proj.contiguous())
+        y, gate, up = experts_forward[NUM_CORES](x.contiguous(), *indices, *weights, slices)
+        return y.flatten(0, 1), gate.flatten(0, 1), up.flatten(0, 1)
+
+    @nki_op("qwen3_trn::nki_moe_experts_backward", mutates_args={})
+    def backward(
+        y_grad: Tensor,
+        x: Tensor,
+        choice_of_slot: Tensor,
+        slot_of_choice: Tensor,
+        group_ends: Tensor,
+        gate_proj: Tensor,
+        up_proj: Tensor,
+        down_proj: Tensor,
+        gate: Tensor,
+        up: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        slots = moe.Slots(choice_of_slot, slot_of_choice, group_ends)
+        slices = _slices(x, choice_of_slot, gate_proj, backward_bytes)
+        weights = (gate_proj.contiguous(), up_proj.contiguous(), down_proj.contiguous())
+        slots_x_grad, *weight_grads = experts_backward[NUM_CORES](
+            _tiles(y_grad), x.contiguous(), *tile_indices(*slots), *weights, _tiles(gate), _tiles(up), slices
+        )
+        identity = torch.eye(TILE, dtype=x.dtype, device=x.device)
+        indices = token_indices(slot_of_choice, choice_of_slot.shape[0])
+        x_grad = sum_rows[NUM_CORES](slots_x_grad.flatten(0, 1), indices, identity)
+        return x_grad.flatten(0, 1)[: x.shape[0]], *weight_grads
+
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(*inputs, *output[1:])
+
+    def autograd(ctx, y_grad: Tensor, _gate_grad, _up_grad):
+        x_grad, *weight_grads = backward(y_grad, *ctx.saved_tensors)
+        return x_grad, None, None, None, *weight_grads
+
+    # Shapes and FLOPs are those of the default.
+    forward.register_fake(moe.moe_experts)
+    backward.register_fake(moe.moe_experts_backward)
+    forward.register_autograd(autograd, setup_context=setup_context)
+    for name in ("moe_experts", "moe_experts_backward"):
+        default, ours = getattr(torch.ops.qwen3_trn, name), getattr(torch.ops.qwen3_trn, f"nki_{name}")
+        register_flop_formula(ours, get_raw=True)(flop_registry[default])
+
+
+def moe_experts(
+    x: Tensor,
+    choice_of_slot: Tensor,
+    slot_of_choice: Tensor,
+    group_ends: Tensor,
+    gate_proj: Tensor,
+    up_proj: Tensor,
+    down_proj: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The SwiGLU experts on their slots, as `qwen3_trn.moe.moe_experts`; groups must end at multiples of 128.
+
+    x: [N, H] bf16 or fp32; the indices are `moe.Slots`; gate_proj and up_proj: [E, I, H], down_proj: [E, H, I], all of
+    x's dtype. Returns y [S, H], gate and up [S, I]. Sums in fp32. Raises UserError where `supports` gives a reason.
+    """
+    arguments = (x, choice_of_slot, slot_of_choice, group_ends, gate_proj, up_proj, down_proj)
+    if reason := supports(*arguments):
+        raise UserError(f"the NKI kernels of moe_experts cannot run: {reason}. Leave out this kernel to use PyTorch's.")
+    _define_operations()
+    return torch.ops.qwen3_trn.nki_moe_experts(*arguments)

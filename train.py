@@ -36,6 +36,7 @@ from qwen3_trn.metrics import RunLog, format_count, write_run_files, write_sampl
 from qwen3_trn.model import PADDING_DOCUMENT, Qwen3ForCausalLM, parameter_shapes
 from qwen3_trn.moe import RouterStats, balance_loss, z_loss
 from qwen3_trn.parallel import build_mesh, build_model, check_layout
+from qwen3_trn.shapes import ShapeGuard
 from qwen3_trn.titan import clip_grad_norm_
 
 
@@ -241,6 +242,7 @@ def say_how_to_go_on(out: Path) -> str:
 def train(args: TrainConfig) -> tuple[Path, bool]:
     """Run to the end, or until it is told to stop. Returns the run's folder, and whether it came to the end."""
     device = Device()
+    environment = device.set_environment()
     launch.init_process_group(device.backend, args.dist_timeout)
     device.start(launch.LOCAL_RANK, launch.LOCAL_WORLD_SIZE)
 
@@ -295,7 +297,8 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
         )
 
     compute_dtype = device.compute_dtype(args.dtype)
-    model = build_model(config, dims, device, compute_dtype, args.ac, compile_backend, args.moe_capacity)
+    parts = args.moe_capacity, start.use_equal_groups(args, config, device), args.mask_documents
+    model = build_model(config, dims, device, compute_dtype, args.ac, compile_backend, *parts)
     optimizer = build_optimizer(model, args)
     if resumed:
         checkpoint.load_checkpoint(resumed, model, optimizer, state["step"] - state["skipped_steps"])
@@ -305,6 +308,8 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
         model.init_weights(args.seed)
 
     peak_flops, peak_source = device.peak_flops(compute_dtype)
+    heads = config.num_attention_heads // args.tp, config.head_dim
+    attention = device.attention_kernel(micro_batch_size, args.seq_len, *heads, args.mask_documents)
     epochs = data.rows_per_epoch and settings.steps * args.global_batch_size / data.rows_per_epoch
     epochs = f" = {epochs:.2f} epochs" if epochs else ""
     print0(
@@ -326,11 +331,13 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
         f"layout     {num_ranks} ranks: dp_replicate {dims.dp_replicate} x dp_shard {dims.dp_shard} x tp {dims.tp}"
         f"{f', ep {dims.ep}' if config.num_experts else ''}; recompute {args.ac}, compile {compile_backend or 'off'}",
         f"device     {num_ranks} x {device.type}; compute {compute_dtype}, weights and optimizer torch.float32",
+        *(f"           {setting}" for setting in environment),
+        f"attention  {attention}",
         f"MFU        against {peak_flops / 1e9:,.0f} GFLOP/s a rank ({peak_source})",
     )
 
     log = RunLog(out, settings.steps) if launch.RANK == 0 else None
-    if args.pack and not args.moe_capacity:  # with which documents do compete for room
+    if args.mask_documents and not args.moe_capacity:  # with which documents do compete for room
         check_document_mask(model, micro_batch_size, args.seq_len, device, compute_dtype)
     saver = checkpoint.Saver(out, out / "model", args.keep, saved_step=state["step"])
     state |= {"settings": dataclasses.asdict(settings), "fingerprint": data.fingerprint}
@@ -341,6 +348,7 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
     prompts = prompts or [state["prompt"]]
     sample = partial(sample_texts, model, tokenizer, prompts, stop_tokens, args.seed, args.tp, device)
     stop = launch.StopFlag(args.max_minutes)
+    guard = ShapeGuard(record=device.static_shapes and compile_backend is None)
     first_step = state["step"] + 1
     window_start, window_tokens, window_steps, data_s, save_s = time.perf_counter(), 0, 0, 0.0, 0.0
     while state["step"] < settings.steps:
@@ -369,9 +377,12 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
 
         coefficients = settings.router_aux_loss_coef, args.router_z_loss_coef
         compute = partial(forward_backward, model, batches, num_supervised, *coefficients, args.tp)
-        losses, router = compute()
-        grad_norm = clip_grad_norm_(model.parameters(), args.max_grad_norm, ep_enabled=args.ep > 1)
-        values = read_step(losses, grad_norm, router)
+        with guard.step():
+            losses, router = compute()
+            grad_norm = clip_grad_norm_(model.parameters(), args.max_grad_norm, ep_enabled=args.ep > 1)
+            values = read_step(losses, grad_norm, router)
+        for change in guard.changes():
+            print0(f"warning: step {step} ran a new shape, which {device.type} had to compile: {change}")
         if args.moe_capacity:
             state["dropped_choices"] += values.get("dropped_choices", 0)
         if step == 1 and pretrained and args.load_check:
@@ -440,6 +451,9 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
         saver.wait()
     ended = ended and not agree([], args.tp, stop.reason is not None)[2][0]  # a signal may have come meanwhile
     launch.interrupt_on_signals()
+    print0(*(f"fallback   {name} ran on the CPU: {device.type} lacks it" for name in device.fallback_operations()))
+    if compile_backend:
+        print0(f"compiled   {guard.num_graphs} graphs in the steps, {guard.num_late_graphs} of them after step 2")
     if state["skipped_steps"]:
         print0(f"warning: {state['skipped_steps']} of {state['step']} steps were skipped, see above")
     if log:

@@ -324,6 +324,9 @@ class TrainConfig:
     mask_empty_think: bool = True
     # Put several documents into a row; none sees another. Else one a row, and padding.
     pack: bool = True
+    # What keeps documents in a row apart: a mask; or none, so that a token sees all that stands before it in its row,
+    # and positions count through. Fused attention of some devices takes no mask.
+    doc_mask: Literal["documents", "none"] = "documents"
     # Conversations longer than --seq-len.
     long: Long = "drop"
     # Records that cannot be used: stop at the first, or leave them out and count them.
@@ -384,7 +387,7 @@ class TrainConfig:
     ep: int = 1
     # Activation checkpointing: none; full keeps each layer's input; selective also what matmuls and attention return.
     ac: Literal["none", "full", "selective"] = "none"
-    # torch.compile of each layer. auto: on accelerators.
+    # torch.compile of each layer, the embedding, and the head with its loss. auto: on accelerators.
     compile: Literal["auto", "on", "off"] = "auto"
     # Rows an expert takes at most, times the mean; what overflows is dropped, counted, printed. Default: no bound.
     moe_capacity: float | None = None
@@ -416,6 +419,11 @@ class TrainConfig:
     export: bool = True
     # Largest safetensors file of the export.
     max_shard_size: str = "5GB"
+
+    @property
+    def mask_documents(self) -> bool:
+        """Whether attention needs a mask beside causality; a row of one document and padding needs none."""
+        return self.pack and self.doc_mask == "documents"
 
     def __post_init__(self):
         """Refuse what no run could use; what depends on ranks, model or data is checked by train.py."""

@@ -3,13 +3,14 @@
     device = Device()
     batch = torch.as_tensor(rows, dtype=device.index_dtype, device=device.torch_device)
 
-Facts about `neuron` come from AWS's TorchNeuron and Trainium2 pages; nothing here has run on that hardware.
+Facts about `neuron` come from AWS's TorchNeuron and Trainium pages (SDK 2.33); nothing here has run on that hardware.
 """
 
 import os
 import resource
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,11 +18,26 @@ import torch.distributed as dist
 
 from qwen3_trn.errors import UserError
 
-# Dense bf16 peak of one device as a process sees it, FLOP/s. Trainium2: 667 TFLOPS a chip with 4 logical cores (AWS,
-# "Trainium2 architecture"). A device that is not listed is measured.
-_PEAK_FLOPS = {"trn2": 667e12 / 4}
+# Dense bf16 peak of one device as a process sees it, FLOP/s: a quarter of a chip's 667 and 671 TFLOPS, since a chip has
+# 4 logical cores (AWS, "Trainium2 architecture" and "Trainium3 architecture"). A device that is not listed is measured.
+_PEAK_FLOPS = {"trn2": 667e12 / 4, "trn3": 671e12 / 4}
 
 TRAINIUM2_MEMORY = 24 * 2**30  # bytes of HBM of a logical core: 96 GiB a chip with 4 of them (AWS, the same page)
+
+# What the runtime and the compiler of neuron are told, unless the user has (TorchNeuron, "Environment variables").
+_NEURON_ENVIRONMENT = {
+    # Matmuls of fp32, as the router's, stay fp32.
+    "NEURON_CC_FLAGS": "--auto-cast=none",
+    "NEURON_RT_STOCHASTIC_ROUNDING_EN": "0",
+    # Compiled programs survive a reboot; the default is below /tmp.
+    "TORCH_NEURONX_NEFF_CACHE_DIR": str(Path.home() / ".cache/qwen3_trn/neff"),
+    # An operation that exists but fails is an error, not a slow run on the CPU.
+    "TORCH_NEURONX_FALLBACK_ONLY_FOR_UNIMPLEMENTED_OPS": "1",
+    # torch._grouped_mm would ask the host whether its offsets are multiples of 128; ours are, by construction.
+    "TORCH_NEURONX_SKIP_OP_PRECONDITIONS": "1",
+    # Against memory that is free but in pieces: users of 24 GiB a core ran out of memory in step 2 without it.
+    "TORCH_NEURONX_SEGMENT_ALLOCATOR_CONFIG": "kMaxSplitSizeBytes=268435456,kMaxNonSplitRoundingBytes=67108864",
+}
 
 
 def _device_type() -> str:
@@ -50,9 +66,30 @@ class Device:
         """neuron has no 64-bit integers, and gathers by int32 many times faster."""
         return torch.int32 if self.type == "neuron" else torch.int64
 
+    @property
+    def static_shapes(self) -> bool:
+        """Whether each new shape of an operation is compiled first, which takes seconds to minutes."""
+        return self.type == "neuron"
+
+    @property
+    def expert_block(self) -> int:
+        """Rows that an expert's share of the buffer is a multiple of: neuron's grouped matmul takes 128s."""
+        return 128 if self.type == "neuron" else 1
+
+    def set_environment(self) -> list[str]:
+        """Set the variables that the device should run with and the user has not set; returns all as NAME=value.
+
+        Call it before the process group is formed, which starts the runtime.
+        """
+        if self.type != "neuron":
+            return []
+        return [f"{name}={os.environ.setdefault(name, value)}" for name, value in _NEURON_ENVIRONMENT.items()]
+
     def put(self, arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
         """Integers of the host as tensors of `index_dtype` on the device."""
-        return {name: torch.as_tensor(array).to(self.torch_device, self.index_dtype) for name, array in arrays.items()}
+        return {
+            name: torch.as_tensor(array).to(self.index_dtype).to(self.torch_device) for name, array in arrays.items()
+        }
 
     def start(self, local_rank: int, local_world_size: int) -> None:
         """Take this process's device (after the process group is up), or its share of the CPU's cores."""
@@ -83,6 +120,41 @@ class Device:
             raise UserError("--ac selective inside a compiled layer has not been tried on neuron: add --compile off.")
         return "neuron"
 
+    def attention_kernel(self, rows: int, seq_len: int, num_heads: int, head_dim: int, masked: bool) -> str:
+        """What runs scaled_dot_product_attention on [rows, num_heads, seq_len, head_dim], for the start-up lines.
+
+        neuron has a fused kernel under the conditions checked here (TorchNeuron, "Best practices", and its rewrite of
+        SDPA to NKI); otherwise all scores are formed, which was measured 6 times slower.
+        """
+        if self.type != "neuron":
+            return "PyTorch's, with a mask for documents" if masked else "PyTorch's, causal"
+        misses = [
+            *(["documents are masked (--doc-mask none or --no-pack needs no mask)"] if masked else []),
+            *([f"--seq-len {seq_len} is not a multiple of 512"] if seq_len % 512 else []),
+            *([f"head_dim {head_dim} is above 128"] if head_dim > 128 else []),
+            *([f"{rows} rows x {num_heads} heads are above 512"] if rows * num_heads > 512 else []),
+        ]
+        if not misses:
+            return "fused"
+        gib = 4 * rows * num_heads * seq_len**2 / 2**30
+        return f"not fused, so {gib:.2f} GiB of fp32 scores a layer and several times slower: {'; '.join(misses)}"
+
+    def has_grouped_matmul(self) -> bool:
+        """Whether torch._grouped_mm runs here. On neuron the first call compiles a small program."""
+        if not hasattr(torch, "_grouped_mm"):
+            return False
+        a = torch.zeros(128, 128, dtype=torch.bfloat16, device=self.torch_device)
+        ends = torch.full((1,), 128, dtype=torch.int32, device=self.torch_device)
+        try:
+            torch._grouped_mm(a, a[None], offs=ends)
+        except (RuntimeError, NotImplementedError):
+            return False
+        return True
+
+    def fallback_operations(self) -> list[str]:
+        """Names of the operations that ran on the CPU because the device lacks them: each costs two copies."""
+        return sorted(torch.get_device_module("neuron").get_fallback_ops()) if self.type == "neuron" else []
+
     def synchronize(self) -> None:
         """Wait for all queued work: before reading a clock."""
         if self.type != "cpu":
@@ -92,11 +164,13 @@ class Device:
         """Largest memory so far, bytes: allocated on the accelerator, or this process's resident set on the CPU."""
         if self.type == "cpu":
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        self.synchronize()  # neuron allocates asynchronously
         return torch.accelerator.max_memory_allocated()
 
     def peak_flops(self, dtype: torch.dtype) -> tuple[float, str]:
         """(FLOP/s of this process's device, where the figure is from): the denominator of MFU."""
-        name = "" if self.type == "cpu" else torch.get_device_module(self.type).get_device_name()
+        module = torch.get_device_module(self.type)
+        name = "" if self.type == "cpu" else module.get_device_properties(module.current_device()).name
         for known, flops in _PEAK_FLOPS.items():
             if known in name.lower():
                 return flops, f"{name}, documented bf16 peak"

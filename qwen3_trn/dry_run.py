@@ -134,7 +134,7 @@ class _Tracer(TorchDispatchMode):
         self.peaks[self.phase] = max(self.peaks[self.phase], self.live)
 
 
-def _grouped_mm_shape(a: Tensor, b: Tensor, group_ends: Tensor) -> Tensor:
+def _grouped_mm_shape(a: Tensor, b: Tensor, group_ends: Tensor, equal_groups: bool) -> Tensor:
     """moe.py's, whose fp32 form torch cannot fake: the memory it allocates."""
     return a.new_empty((group_ends.shape[0], a.shape[0], b.shape[1]) if b.dim() == 2 else (a.shape[0], b.shape[2]))
 
@@ -160,7 +160,16 @@ def count_step(config: Qwen3Config, args: TrainConfig, num_ranks: int) -> Counte
         check_layout(config, dims, args.seq_len)
         micro_batch_size, num_micro_steps = start.split_batch(args, num_ranks // args.tp)
         compute_dtype = TRAINIUM2.compute_dtype(args.dtype)
-        model = build_model(config, dims, None, compute_dtype, args.ac, moe_capacity=args.moe_capacity)
+        model = build_model(
+            config,
+            dims,
+            TRAINIUM2,
+            compute_dtype,
+            args.ac,
+            moe_capacity=args.moe_capacity,
+            mask_documents=args.mask_documents,
+            allocate=False,
+        )
         tracer = _Tracer(_group_names(model))
 
         def enter_second_half(grad: Tensor) -> None:

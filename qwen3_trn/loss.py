@@ -34,7 +34,7 @@ def linear_cross_entropy(
 
 def count_supervised(labels: Tensor) -> Tensor:
     """Number of labels that are not IGNORE_INDEX, as an int32 scalar on the labels' device."""
-    return (labels != IGNORE_INDEX).sum(dtype=torch.int32)
+    return (labels != IGNORE_INDEX).int().sum(dtype=torch.int32)
 
 
 def chunk_rows(num_tokens: int, vocab_size: int) -> int:

@@ -178,6 +178,7 @@ class Qwen3Model(nn.Module):
     def __init__(self, config: Qwen3Config):
         super().__init__()
         self.config = config
+        self.mask_documents = True  # else a token sees all that stands before it in its row
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -187,13 +188,14 @@ class Qwen3Model(nn.Module):
     ) -> tuple[Tensor, RouterStats | None]:
         """Returns hidden states [B, T, H] and the router statistics stacked over MoE layers (None if dense)."""
         x = self.embed_tokens(input_ids)
-        if positions is None:
-            positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        if positions is None or not self.mask_documents:
+            length = input_ids.shape[1]
+            positions = torch.arange(length, device=input_ids.device, dtype=torch.int32).expand_as(input_ids)
         cos, sin = rope_tables(self.config, positions, x.dtype)
-        if document_ids is None:
-            mask, valid = None, torch.ones_like(input_ids, dtype=torch.bool)
-        else:
-            mask, valid = document_mask(document_ids), document_ids != PADDING_DOCUMENT
+        mask, valid = None, torch.ones_like(input_ids, dtype=torch.bool)
+        if document_ids is not None:
+            valid = document_ids != PADDING_DOCUMENT
+            mask = document_mask(document_ids) if self.mask_documents else None
         all_stats = []
         for layer in self.layers:
             x, stats = layer(x, cos, sin, mask, valid)

@@ -13,6 +13,7 @@ Shape letters: N tokens, H hidden, I intermediate, E experts, k experts per toke
 """
 
 import math
+from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
@@ -72,32 +73,35 @@ def num_slots(num_tokens: int, k: int, num_experts: int, block: int, capacity: i
 
 
 @torch.no_grad()
-def assign_slots(expert_ids: Tensor, num_experts: int, block: int, capacity: int | None = None) -> Slots:
+def assign_slots(
+    expert_ids: Tensor, num_experts: int, block: int, capacity: int | None = None, equal_groups: bool = False
+) -> Slots:
     """Give every choice a slot, expert by expert, in token order.
 
-    expert_ids: [N, k]; an id of E means no expert. capacity: slots an expert has at most, a multiple of `block`; the
-    choices that come after it is full get none.
+    expert_ids: [N, k], a token's all different; an id of E means no expert. capacity: slots an expert has at most, a
+    multiple of `block`; the choices that come after it is full get none. equal_groups: every expert gets exactly
+    `capacity` slots, used or not.
     """
     num_tokens, k = expert_ids.shape
-    size = num_slots(num_tokens, k, num_experts, block, capacity)
-    flat = expert_ids.flatten()
-    order = flat.argsort(stable=True).int()
-    sorted_ids = flat[order]
-    # Of the sorted choices, expert e's are [starts[e], starts[e + 1]); those of id E come last and get no slot.
-    starts = torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, device=flat.device, dtype=torch.int32)).int()
-    counts = starts.diff()
-    kept = counts if capacity is None else counts.clamp(max=capacity)
-    padded = (kept + block - 1) // block * block
+    # A running count over tokens, instead of a sort, which is slow on neuron and returns 64-bit indices.
+    experts = torch.arange(num_experts, device=expert_ids.device, dtype=torch.int32)
+    chosen = reduce(torch.logical_or, (ids[:, None] == experts for ids in expert_ids.unbind(1)))  # [N, E]
+    running = chosen.int().cumsum(0, dtype=torch.int32)
+    kept = running[-1] if capacity is None else running[-1].clamp(max=capacity)
+    if equal_groups:
+        assert capacity is not None
+        size, padded = num_experts * capacity, torch.full_like(kept, capacity)
+    else:
+        size = num_slots(num_tokens, k, num_experts, block, capacity)
+        padded = (kept + block - 1) // block * block
     group_ends = padded.cumsum(0, dtype=torch.int32)
-    group_starts = F.pad(group_ends, (1, 0))
-    rank_in_group = torch.arange(flat.numel(), device=flat.device, dtype=torch.int32) - starts[sorted_ids]
-    has_slot = rank_in_group < F.pad(kept, (0, 1))[sorted_ids]  # none of id E has
-    slot = torch.where(has_slot, group_starts[sorted_ids] + rank_in_group, size).int()
-    slot_of_choice = torch.empty_like(slot).scatter_(0, order, slot)
+    slot_of_expert = torch.where(running <= kept, group_ends - padded + running - 1, size)  # [N, E], where chosen
+    slot_of_choice = F.pad(slot_of_expert, (0, 1), value=size).gather(1, expert_ids)
     # Choices without a slot all write the extra last element, which is then cut off.
-    choice_of_slot = torch.full((size + 1,), flat.numel(), device=flat.device, dtype=torch.int32)
-    choice_of_slot = choice_of_slot.scatter_(0, slot, order)[:size]
-    return Slots(choice_of_slot, slot_of_choice.view(num_tokens, k), group_ends)
+    choices = torch.arange(num_tokens * k, device=expert_ids.device, dtype=torch.int32)
+    choice_of_slot = torch.full((size + 1,), num_tokens * k, device=expert_ids.device, dtype=torch.int32)
+    choice_of_slot = choice_of_slot.scatter_(0, slot_of_choice.flatten(), choices)[:size]
+    return Slots(choice_of_slot, slot_of_choice, group_ends)
 
 
 def _gather_rows(x: Tensor, index: Tensor) -> Tensor:
@@ -107,11 +111,16 @@ def _gather_rows(x: Tensor, index: Tensor) -> Tensor:
     return torch.where(inside[..., None], rows, 0)
 
 
-def _grouped_mm(a: Tensor, b: Tensor, group_ends: Tensor) -> Tensor:
+def _grouped_mm(a: Tensor, b: Tensor, group_ends: Tensor, equal_groups: bool) -> Tensor:
     """One matmul a group. a: [S, K] with b: [E, K, M] -> [S, M]; or a: [K, S] with b: [S, M] -> [E, K, M].
 
     Rows of the result past the last group are undefined.
     """
+    if equal_groups:
+        num_groups = group_ends.shape[0]
+        if b.dim() == 2:
+            return a.unflatten(1, (num_groups, -1)).transpose(0, 1) @ b.unflatten(0, (num_groups, -1))
+        return (a.unflatten(0, (num_groups, -1)) @ b).flatten(0, 1)
     strides = [stride for t in (a, b) for stride in t.stride() if stride != 1] + [b.shape[-1]]
     if a.dtype in (torch.float32, torch.bfloat16) and all(s * a.element_size() % 16 == 0 for s in strides):
         return torch._grouped_mm(a, b, offs=group_ends)
@@ -135,22 +144,25 @@ def moe_experts(
     gate_proj: Tensor,
     up_proj: Tensor,
     down_proj: Tensor,
+    equal_groups: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The SwiGLU experts on their slots: down(silu(gate(x)) * up(x)).
 
-    x: [N, H]; the indices are `Slots`; gate_proj and up_proj: [E, I, H], down_proj: [E, H, I].
+    x: [N, H]; the indices are `Slots`; gate_proj and up_proj: [E, I, H], down_proj: [E, H, I]. equal_groups: as given
+    to assign_slots; then the matmuls are batched ones.
     Returns y [S, H] and what backward needs, gate and up [S, I]. Rows past the last group are undefined.
     An opaque operation, so that compile, meta tensors and recomputation see one node.
     """
+    grouped_mm = partial(_grouped_mm, group_ends=group_ends, equal_groups=equal_groups)
     slots_x = _gather_rows(x, choice_of_slot // slot_of_choice.shape[1])
-    gate = _grouped_mm(slots_x, gate_proj.transpose(1, 2), group_ends)
-    up = _grouped_mm(slots_x, up_proj.transpose(1, 2), group_ends)
-    y = _grouped_mm(F.silu(gate) * up, down_proj.transpose(1, 2), group_ends)
+    gate = grouped_mm(slots_x, gate_proj.transpose(1, 2))
+    up = grouped_mm(slots_x, up_proj.transpose(1, 2))
+    y = grouped_mm(F.silu(gate) * up, down_proj.transpose(1, 2))
     return y, gate, up
 
 
 @moe_experts.register_fake
-def _(x, choice_of_slot, slot_of_choice, group_ends, gate_proj, up_proj, down_proj):
+def _(x, choice_of_slot, slot_of_choice, group_ends, gate_proj, up_proj, down_proj, equal_groups=False):
     size, intermediate = choice_of_slot.shape[0], gate_proj.shape[1]
     return x.new_empty(size, x.shape[1]), x.new_empty(size, intermediate), x.new_empty(size, intermediate)
 
@@ -167,19 +179,21 @@ def moe_experts_backward(
     down_proj: Tensor,
     gate: Tensor,
     up: Tensor,
+    equal_groups: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, gate_proj, up_proj and down_proj; an expert without tokens gets zeros."""
+    grouped_mm = partial(_grouped_mm, group_ends=group_ends, equal_groups=equal_groups)
     y_grad = y_grad.contiguous()
     slots_x = _gather_rows(x, choice_of_slot // slot_of_choice.shape[1])
     sigmoid = gate.sigmoid()
     silu = gate * sigmoid
-    act_grad = _grouped_mm(y_grad, down_proj, group_ends)
-    down_grad = _grouped_mm(y_grad.T, silu * up, group_ends)
+    act_grad = grouped_mm(y_grad, down_proj)
+    down_grad = grouped_mm(y_grad.T, silu * up)
     up_out_grad = act_grad * silu
     gate_out_grad = act_grad * up * (sigmoid + silu - silu * sigmoid)
-    gate_grad = _grouped_mm(gate_out_grad.T, slots_x, group_ends)
-    up_grad = _grouped_mm(up_out_grad.T, slots_x, group_ends)
-    slots_x_grad = _grouped_mm(gate_out_grad, gate_proj, group_ends) + _grouped_mm(up_out_grad, up_proj, group_ends)
+    gate_grad = grouped_mm(gate_out_grad.T, slots_x)
+    up_grad = grouped_mm(up_out_grad.T, slots_x)
+    slots_x_grad = grouped_mm(gate_out_grad, gate_proj) + grouped_mm(up_out_grad, up_proj)
     # A token's gradient is the sum over its k slots: a gather, where the transpose of a gather would scatter-add.
     sum_dtype = torch.promote_types(x.dtype, torch.float32)
     x_grad = torch.zeros_like(x, dtype=sum_dtype)
@@ -189,17 +203,20 @@ def moe_experts_backward(
 
 
 @moe_experts_backward.register_fake
-def _(y_grad, x, choice_of_slot, slot_of_choice, group_ends, gate_proj, up_proj, down_proj, gate, up):
+def _(
+    y_grad, x, choice_of_slot, slot_of_choice, group_ends, gate_proj, up_proj, down_proj, gate, up, equal_groups=False
+):
     return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, gate_proj, up_proj, down_proj))
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs, *output[1:])
+    *tensors, ctx.equal_groups = inputs
+    ctx.save_for_backward(*tensors, *output[1:])
 
 
 def _moe_experts_autograd(ctx, y_grad: Tensor, _gate_grad, _up_grad):
-    x_grad, *weight_grads = moe_experts_backward(y_grad, *ctx.saved_tensors)
-    return x_grad, None, None, None, *weight_grads
+    x_grad, *weight_grads = moe_experts_backward(y_grad, *ctx.saved_tensors, ctx.equal_groups)
+    return x_grad, None, None, None, *weight_grads, None
 
 
 moe_experts.register_autograd(_moe_experts_autograd, setup_context=_save_for_backward)
@@ -281,6 +298,7 @@ class Experts(nn.Module):
         self.num_experts = config.num_experts
         self.block = 1  # rows that an expert's slots are padded to a multiple of
         self.capacity: float | None = None  # --moe-capacity
+        self.equal_groups = False  # for a device without grouped matmuls; needs a capacity
         self.group: dist.ProcessGroup | None = None
         wide = (config.num_experts, config.moe_intermediate_size, config.hidden_size)
         self.gate_proj = nn.Parameter(torch.empty(wide))
@@ -315,10 +333,10 @@ class Experts(nn.Module):
         if num_here < self.num_experts:
             ids_here = expert_ids - rank * num_here
             expert_ids = torch.where((ids_here >= 0) & (ids_here < num_here), ids_here, num_here)
-        slots = assign_slots(expert_ids, num_here, self.block, capacity)
-        y, _, _ = moe_experts(x, *slots, gate_proj, up_proj, down_proj)
+        slots = assign_slots(expert_ids, num_here, self.block, capacity, self.equal_groups)
+        y, _, _ = moe_experts(x, *slots, gate_proj, up_proj, down_proj, self.equal_groups)
         dropped = (expert_ids < num_here) & (slots.slot_of_choice == y.shape[0])
-        return combine(y, weights, slots), dropped.sum(dtype=torch.int32) * counts_drops
+        return combine(y, weights, slots), dropped.int().sum(dtype=torch.int32) * counts_drops
 
 
 class Router(nn.Linear):

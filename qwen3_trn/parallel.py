@@ -111,26 +111,34 @@ def check_layout(config: Qwen3Config, dims: ParallelDims, seq_len: int) -> None:
 def build_model(
     config: Qwen3Config,
     dims: ParallelDims,
-    device: Device | None,
+    device: Device,
     compute_dtype: torch.dtype,
     recompute: str = "none",
     compile_backend: str | None = None,
     moe_capacity: float | None = None,
+    equal_groups: bool = False,
+    mask_documents: bool = True,
+    allocate: bool = True,
 ) -> Qwen3ForCausalLM:
     """A sharded model with fp32 weights, allocated but not initialised, that computes in `compute_dtype`.
 
-    Built on the meta device, so that no rank ever holds the whole; without a device it stays there, for the plan.
-    Gradients are reduced in fp32.
+    Built on the meta device, so that no rank ever holds the whole; there it stays without `allocate`, for the plan.
+    Gradients are reduced in fp32. moe_capacity, equal_groups: of `Experts`; mask_documents: of `Qwen3Model`.
     """
     with torch.device("meta"):
         model = Qwen3ForCausalLM(config)
+    model.model.mask_documents = mask_documents
+    for experts in (module for module in model.modules() if isinstance(module, Experts)):
+        experts.block, experts.capacity, experts.equal_groups = device.expert_block, moe_capacity, equal_groups
     if dims.tp_enabled:
         apply_tensor_parallel(model, dims.get_mesh("tp"))
-    slice_experts(model, dims, moe_capacity)
+    slice_experts(model, dims)
     for layer in model.model.layers:
         layer.forward = wrap_forward(layer.forward, recompute, compile_backend)
+    if compile_backend:
+        compile_ends(model, compile_backend, dims.tp_enabled)
     apply_fsdp(model, dims, compute_dtype)
-    if device is not None:
+    if allocate:
         model.materialize(device.torch_device)
     return model
 
@@ -196,7 +204,7 @@ def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: S
     setattr(module, name, nn.Parameter(sharded))
 
 
-def slice_experts(model: Qwen3ForCausalLM, dims: ParallelDims, capacity: float | None) -> None:
+def slice_experts(model: Qwen3ForCausalLM, dims: ParallelDims) -> None:
     """Give each rank of an ep group whole experts, or without ep each tp rank a part of every expert's I."""
     axis, placements = None, {}
     if dims.ep > 1:
@@ -204,7 +212,6 @@ def slice_experts(model: Qwen3ForCausalLM, dims: ParallelDims, capacity: float |
     elif dims.tp_enabled:
         axis, placements = "tp", {"gate_proj": Shard(1), "up_proj": Shard(1), "down_proj": Shard(2)}
     for experts in (module for module in model.modules() if isinstance(module, Experts)):
-        experts.capacity = capacity
         if axis is not None:
             experts.group = dims.get_mesh(axis).get_group()
         for name, placement in placements.items():
@@ -225,6 +232,15 @@ def wrap_forward(forward: Callable, recompute: str, compile_backend: str | None)
     if recompute == "full":
         forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
     return forward
+
+
+def compile_ends(model: Qwen3ForCausalLM, backend: str, tensor_parallel: bool) -> None:
+    """Compile what is not a layer: the embedding, the final norm, the head with its loss; each a graph of its own."""
+    ends = [model.model.norm, model.lm_head]
+    if not tensor_parallel:  # dynamo cannot trace an embedding that is split over the vocabulary (torch 2.13)
+        ends.append(model.model.embed_tokens)
+    for module in ends:
+        module.forward = wrap_forward(module.forward, "none", backend)
 
 
 _KEPT = {

@@ -111,8 +111,7 @@ def make_plan(config: Qwen3Config, args: TrainConfig, num_ranks: int) -> Plan:
 
 def _rows_over_ideal(config: Qwen3Config, args: TrainConfig, num_tokens: int) -> float:
     """Slots for one source rank's tokens, over the choices of them that balanced routing sends to this rank."""
-    with torch.device("meta"):
-        block = moe.Experts(config).block
+    block = TRAINIUM2.expert_block
     num_here, k = config.num_experts // args.ep, config.num_experts_per_tok
     capacity = None
     if args.moe_capacity is not None:

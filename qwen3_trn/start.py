@@ -16,6 +16,7 @@ from qwen3_trn import checkpoint, hub, launch
 from qwen3_trn.cache import cache_folder, open_cache, tokenize
 from qwen3_trn.config import Qwen3Config, TrainConfig
 from qwen3_trn.data import PackedData, PackedSource
+from qwen3_trn.device import Device
 from qwen3_trn.errors import UserError
 from qwen3_trn.launch import print0
 from qwen3_trn.sources import Source, find_sources
@@ -124,6 +125,28 @@ def check_flags(args: TrainConfig, config: Qwen3Config) -> None:
         raise UserError(
             "--router-aux-loss-coef and --router-z-loss-coef are for models with experts; this one is dense."
         )
+
+
+def use_equal_groups(args: TrainConfig, config: Qwen3Config, device: Device) -> bool:
+    """Whether each expert gets an equal share of the rows, so that batched matmuls do where grouped ones cannot.
+
+    Raises UserError if so and --moe-capacity does not say how large the shares are.
+    """
+    if not config.num_experts:
+        return False
+    widths = config.hidden_size, config.moe_intermediate_size // (args.tp if args.ep == 1 else 1)
+    # torch._grouped_mm takes rows of whole 16 bytes; the loop that stands in for it asks the host for sizes.
+    fits = not device.static_shapes or all(
+        width * device.compute_dtype(args.dtype).itemsize % 16 == 0 for width in widths
+    )
+    if fits and device.has_grouped_matmul():
+        return False
+    if args.moe_capacity is None:
+        raise UserError(
+            f"{device.type} has no grouped matmul for experts of {widths[0]} x {widths[1]}, so each expert must get an "
+            "equal share of the rows: say with --moe-capacity how large, as a multiple of the mean, such as 2."
+        )
+    return True
 
 
 def split_batch(args: TrainConfig, data_ranks: int) -> tuple[int, int]:

@@ -186,8 +186,8 @@ def poison(monkeypatch) -> list[int]:
     """Fill the rows that a grouped matmul leaves undefined with NaN; returns the count of such rows, call by call."""
     plain, undefined = moe._grouped_mm, []
 
-    def poisoned(a: Tensor, b: Tensor, group_ends: Tensor) -> Tensor:
-        out = plain(a, b, group_ends)
+    def poisoned(a: Tensor, b: Tensor, group_ends: Tensor, equal_groups: bool) -> Tensor:
+        out = plain(a, b, group_ends, equal_groups)
         if b.dim() == 3:
             out[group_ends[-1] :] = float("nan")
             undefined.append(out.shape[0] - group_ends[-1].item())

@@ -36,7 +36,7 @@ def _load_library():
 
 _library = _load_library()
 DEVICES = int(os.environ.get("NEURON_STANDIN_DEVICES", "8"))
-host_alias = _library.host_alias
+host_alias, wrap_backend = _library.host_alias, _library.wrap_backend
 exchange_device = _library.exchange_device  # makes a device current, unless it is -1; returns the one that was
 
 
@@ -161,15 +161,15 @@ def _make_module() -> types.ModuleType:
 _num_groups = 0
 
 
-def _make_process_group(options, backend_options):
+def make_process_group(options, backend_options):
     """c10d calls this on each rank of a new group; options: torch's _DistributedBackendOptions."""
     global _num_groups
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-    is_first = _num_groups == 0
-    rules.check_new_group(ranks, is_first, _library.was_touched())
     _num_groups += 1
+    is_first = _num_groups == 1
+    rules.check_new_group(ranks, is_first, _library.was_touched())
     gloo = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
-    return _library.wrap_backend(gloo, ranks, is_first)
+    return wrap_backend(gloo, ranks, is_first)
 
 
 def _register() -> None:
@@ -177,7 +177,7 @@ def _register() -> None:
     torch.utils.rename_privateuse1_backend("neuron")
     torch._register_device_module("neuron", _make_module())
     torch.utils.generate_methods_for_privateuse1_backend()
-    dist.Backend.register_backend("neuron", _make_process_group, extended_api=True, devices=["neuron"])
+    dist.Backend.register_backend("neuron", make_process_group, extended_api=True, devices=["neuron"])
     report.write_at_exit(_library.was_touched)
 
 

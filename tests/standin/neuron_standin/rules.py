@@ -5,13 +5,12 @@ the limits of beta releases and of documents, a lower bound: a run that keeps th
 """
 
 import os
-import re
 
 import torch
 
 from neuron_standin import report
 
-_STRICT = os.environ.get("NEURON_STANDIN_STRICT", "1") != "0"
+strict = os.environ.get("NEURON_STANDIN_STRICT", "1") != "0"
 
 _BEST_PRACTICES = 'AWS, "Best practices for PyTorch Neuron"'
 _DISTRIBUTED = 'AWS, "torch.distributed" guide'
@@ -27,7 +26,7 @@ RULES = {
     "dynamic shape": 'dynamic=True is rejected; AWS, "torch.compile reference"',
     "process group after device": f"Runtime should not be initialized before init_process_group; {_SOURCE}",
     "fork": f"the runtime cannot be used in a forked child, use spawn; {_SOURCE}",
-    "communicators": "at most 16 distinct replica groups; AWS, Neuron collectives limits",
+    "communicators": "at most 16 distinct replica groups in a program; AWS Neuron documentation, SDK 2.32",
     "all-to-all group": f"4, 8, 16 or a multiple of 32 consecutive ranks, from a multiple of that; {_SOURCE}",
     "all-to-all splits": f"all equal; {_SOURCE}",
     "collective layout": f"contiguous tensors that are not empty; {_SOURCE}",
@@ -44,7 +43,17 @@ _WIDE = (torch.int64, torch.uint64, torch.float64, torch.complex128)
 _ALLOCATIONS = {"aten::empty", "aten::empty_strided", "aten::resize_"}
 # Their int64 results may be there, to be cast to int32.
 _INDEX_RESULTS = {"aten::topk", "aten::sort"}
-_DATA_DEPENDENT = re.compile(r"aten::(nonzero|nonzero_numpy|masked_select|_?unique.*|bincount|repeat_interleave)$")
+_DATA_DEPENDENT = {
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::_unique",
+    "aten::_unique2",
+    "aten::unique_dim",
+    "aten::unique_consecutive",
+    "aten::unique_dim_consecutive",
+    "aten::bincount",
+    "aten::repeat_interleave",
+}
 _INDEXED = {"aten::index", "aten::_index_put_impl_", "aten::index_put_", "aten::_unsafe_index"}
 _RANDOM_WITHOUT_GENERATOR = {"aten::native_dropout"}
 _HOST_READS = {"aten::_local_scalar_dense", "aten::equal"}
@@ -54,7 +63,7 @@ _CHANNELS_LAST = ("2", "3")  # torch's numbers for channels_last and channels_la
 def refuse(rule: str, what: str) -> None:
     """Report a broken rule and, when strict, raise RuntimeError."""
     report.refused[rule][f"{what} at {report.call_site()}"] += 1
-    if _STRICT:
+    if strict:
         raise RuntimeError(f"neuron stand-in: {rule}: {what} ({RULES[rule]})")
 
 
@@ -68,9 +77,7 @@ def touched(owner: int) -> None:
         refuse("fork", f"the device is used in process {os.getpid()}, forked from {owner}, which used it before")
 
 
-def check_operation(
-    name: str, tensors: list[tuple[str, torch.Tensor]], others: dict[str, str], is_view: bool
-) -> None:
+def check_operation(name: str, tensors: list[tuple[str, torch.Tensor]], others: dict[str, str], is_view: bool) -> None:
     """Before an operation. tensors: (argument, tensor); others: {argument: text}, a generator as "generator"."""
     if is_view or name in _ALLOCATIONS:
         if others.get("memory_format") in _CHANNELS_LAST:
@@ -85,7 +92,7 @@ def check_operation(
             refuse("64-bit tensor", what)
         if name not in _INDEXED and len({tensor.device.type for _, tensor in tensors if tensor.dim() > 0}) > 1:
             raise RuntimeError(f"neuron stand-in: host tensor: {what} ({RULES['host tensor']})")
-    if _DATA_DEPENDENT.match(name):
+    if name in _DATA_DEPENDENT:
         refuse("data-dependent shape", what)
     if name in _INDEXED and any(key == "indices" and t.dtype in (torch.bool, torch.uint8) for key, t in tensors):
         refuse("data-dependent shape", f"boolean mask in {what}")
@@ -139,7 +146,9 @@ def check_new_group(ranks: tuple[int, ...], is_first: bool, was_touched: bool) -
     if len(ranks) > 1:
         report.communicators.add(ranks)
     if len(report.communicators) > _MAX_COMMUNICATORS:
-        refuse("communicators", f"{len(report.communicators)} groups of different ranks, the last of them {list(ranks)}")
+        refuse(
+            "communicators", f"{len(report.communicators)} groups of different ranks, the last of them {list(ranks)}"
+        )
 
 
 def check_collective(

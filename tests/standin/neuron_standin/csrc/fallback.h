@@ -226,5 +226,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_", set_nothing);
   m.impl("_fused_sdp_choice", choose_attention);
   m.impl("record_stream", record_stream);
+  // torch would compose these of others, with int64 indices and with a host that reads the offsets; the device has them.
+  m.impl("index.Tensor", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  m.impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 }  // namespace standin

@@ -110,7 +110,9 @@ def build_optimizer(model: Qwen3ForCausalLM, args: TrainConfig) -> AdamW:
         for name, params in names.items()
         if params
     ]
-    return AdamW(groups, lr=0.0, betas=args.adam_betas, eps=args.adam_eps, fused=True)
+    # The rate is a tensor, because a device that compiles the update compiles it for each number anew.
+    rate = torch.zeros((), device=groups[0]["params"][0].device)
+    return AdamW(groups, lr=rate, betas=args.adam_betas, eps=args.adam_eps, fused=True)
 
 
 def sum_over_ranks(stats: RouterStats) -> RouterStats:
@@ -141,9 +143,11 @@ def forward_backward(
     """
     losses: dict[str, Tensor] = {}
     totals = None
+    # A tensor, because a device that compiles a division compiles it for each number anew.
+    divisor = torch.tensor(float(num_supervised)).to(batches[0]["labels"].device)
     for batch in batches:
         terms = model.loss_terms(**batch)
-        parts = {"loss": terms.cross_entropy / num_supervised}
+        parts = {"loss": terms.cross_entropy / divisor}
         total = parts["loss"]
         if aux_coef or z_coef:
             global_stats = sum_over_ranks(terms.router)
@@ -364,7 +368,7 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
         seed_step(args.seed, step, data_rank)
         batches = [device.put(row) for row in rows]
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, settings)
+            group["lr"].copy_(torch.tensor(learning_rate(step, settings)))
         state |= {"step": step, "position": position + args.global_batch_size}
         state["tokens"] += num_tokens
         state["supervised_tokens"] += num_supervised

@@ -119,6 +119,11 @@ def int64_collective():
     group(0, 1)._allgather_base(int64_on_neuron(), int64_on_neuron())
 
 
+@breaks("64-bit tensor")
+def complex_numbers():
+    torch.polar(on_neuron(2), on_neuron(2))
+
+
 # ------------------------------------------------------------------------------------------------------------- shapes
 
 

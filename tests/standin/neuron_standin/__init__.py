@@ -1,4 +1,4 @@
-"""A stand-in for AWS's device `neuron`, for tests only: memory and arithmetic are the CPU's, the rules are the device's.
+"""A stand-in for AWS's device `neuron`, for tests only: the memory and arithmetic of the CPU, the rules of the device.
 
     python tests/standin/neuron_standin/build.py                         # once: g++ and ninja, a minute
     PYTHONPATH=.:tests/standin python train.py --steps 3                 # `import torch` loads it

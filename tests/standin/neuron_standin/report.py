@@ -11,6 +11,7 @@ NEURON_STANDIN_REPORT=FOLDER gives FOLDER/rank_R.json with
     host_reads          {place: count}: the host waited for a value of the device
     refused             {rule: what and where: count}
     communicators       ranks of each process group of more than one rank
+    devices             numbers of the devices that were used
 """
 
 import atexit
@@ -30,6 +31,7 @@ compiled_graphs = 0
 host_reads: Counter[str] = Counter()
 refused: defaultdict[str, Counter[str]] = defaultdict(Counter)
 communicators: set[tuple[int, ...]] = set()
+_devices: set[int] = set()
 _signatures: dict[tuple, int] = {}
 _arguments: defaultdict[tuple, set[str]] = defaultdict(set)
 _optimizer_launches: list[int] = []
@@ -65,6 +67,7 @@ def count(name: str, tensors: list[tuple[str, torch.Tensor]], others: dict[str, 
     _arguments[signature].add(", ".join(numbers + [f"{key}={value}" for key, value in others.items()]))
     if name == "aten::_fused_adamw_":
         _optimizer_launches.append(launches)
+    _devices.update(tensor.device.index for _, tensor in tensors if tensor.device.type == "neuron")
     operations[name] += 1
 
 
@@ -85,6 +88,7 @@ def write(folder: Path) -> None:
         "host_reads": dict(host_reads),
         "refused": {rule: dict(places) for rule, places in refused.items()},
         "communicators": sorted(communicators),
+        "devices": sorted(_devices),
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"rank_{os.environ.get('RANK', 0)}.json").write_text(json.dumps(found, indent=1))

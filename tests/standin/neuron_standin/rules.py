@@ -17,7 +17,7 @@ _DISTRIBUTED = 'AWS, "torch.distributed" guide'
 _SOURCE = "torch-neuronx source, 2.12 beta"
 
 RULES = {
-    "64-bit tensor": f"eager mode has no int64 and float64; {_SOURCE}",
+    "64-bit tensor": f"eager mode has no int64, float64 and complex numbers; {_SOURCE}",
     "data-dependent shape": f"every new shape is compiled; {_BEST_PRACTICES}",
     "host tensor": "torch's rule on every accelerator",
     "memory format": f"only contiguous and preserve; {_SOURCE}",
@@ -38,7 +38,7 @@ _MAX_COMMUNICATORS = 16
 _REDUCTIONS = ("", "SUM", "AVG", "PRODUCT", "MIN", "MAX")
 _GROUPED_MM_BLOCK = 128
 
-_WIDE = (torch.int64, torch.uint64, torch.float64, torch.complex128)
+_WIDE = (torch.int64, torch.uint64, torch.float64, torch.complex64, torch.complex128)
 # Nothing is computed by these.
 _ALLOCATIONS = {"aten::empty", "aten::empty_strided", "aten::resize_"}
 # Their int64 results may be there, to be cast to int32.

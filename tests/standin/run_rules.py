@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from neuron_standin import device, rules
+from neuron_standin import build, device, rules
 
 from qwen3_trn import Qwen3Config, Qwen3ForCausalLM
 from tests.common import tiny_config
@@ -43,7 +43,7 @@ def int64_on_neuron() -> torch.Tensor:
 def group(*ranks: int, is_default: bool = False):
     """A process group that takes itself for these ranks, of which this process is all that there is."""
     gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
-    return device.wrap_backend(gloo, list(ranks), is_default)
+    return build.load().wrap_backend(gloo, list(ranks), is_default)
 
 
 # ------------------------------------------------------------------------------------------------------------- dtypes

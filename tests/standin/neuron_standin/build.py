@@ -1,13 +1,16 @@
-"""Compile the stand-in's C++ into build/standin of the repository, unless it is there.
+"""Compile the stand-in's C++ into build/standin of the repository, unless it is there, and load it.
 
 python tests/standin/neuron_standin/build.py
 """
 
 import fcntl
+import functools
 import hashlib
+import importlib.util
 import os
 import tempfile
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -53,6 +56,18 @@ def build() -> None:
             )
             target.parent.mkdir(exist_ok=True)
             os.replace(Path(folder) / f"{NAME}.so", target)
+
+
+@functools.cache
+def load() -> ModuleType:
+    """The library, which must be there: csrc/standin.cpp says what it offers."""
+    check_torch()
+    if not library().exists():
+        raise RuntimeError(f"the neuron stand-in is not built. Without it on PYTHONPATH run: python {__file__}")
+    spec = importlib.util.spec_from_file_location(NAME, library())
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 if __name__ == "__main__":

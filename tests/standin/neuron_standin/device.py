@@ -5,12 +5,12 @@ Names of `torch.neuron`, by who needs them:
   get_device_properties (name, total_memory), synchronize, is_available, current_stream, default_stream, set_stream,
   stream, device, Stream, Event, empty_cache, the memory functions, manual_seed and the RNG state,
   get_fallback_ops, get_executed_ops, clear_op_tracking;
-- asked for by torch itself: is_initialized, _initialized and _is_in_bad_fork (checkpoint, DataLoader), StreamContext,
-  default_generators, manual_seed_all, get_rng_state_all, get_amp_supported_dtype (autocast), is_bf16_supported, init.
-The trainer must need no other. get_dynamo_metrics is documented by name only, so it is left out.
+- asked for by torch itself: _initialized (checkpoint), _is_in_bad_fork, default_generators, manual_seed_all,
+  get_rng_state_all, StreamContext.
+The trainer must need no other. get_dynamo_metrics is documented by name only, so it is left out, and so is autocast,
+which the trainer does not use.
 """
 
-import importlib.util
 import os
 import types
 from dataclasses import dataclass
@@ -23,20 +23,8 @@ from neuron_standin import build, report, rules
 _MEMORY_BYTES = 24 * 2**30  # as in csrc/device.h
 
 
-def _load_library():
-    build.check_torch()
-    library = build.library()
-    if not library.exists():
-        raise RuntimeError(f"the neuron stand-in is not built: python {build.__file__}, without it on PYTHONPATH")
-    spec = importlib.util.spec_from_file_location(build.NAME, library)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-_library = _load_library()
+_library = build.load()
 DEVICES = int(os.environ.get("NEURON_STANDIN_DEVICES", "8"))
-host_alias, wrap_backend = _library.host_alias, _library.wrap_backend
 exchange_device = _library.exchange_device  # makes a device current, unless it is -1; returns the one that was
 
 
@@ -114,10 +102,10 @@ def _generator(device=None) -> torch.Generator:
 
 def _make_module() -> types.ModuleType:
     neuron = types.ModuleType("torch.neuron")
-    neuron.is_available = neuron.is_initialized = lambda: True
+    neuron.is_available = lambda: True
     neuron._initialized = True  # without it torch.utils.checkpoint does not save the device's RNG state
     neuron._is_in_bad_fork = lambda: False
-    neuron.init = neuron.empty_cache = lambda: None
+    neuron.empty_cache = lambda: None
     neuron.device_count = lambda: DEVICES
     neuron.current_device = current_device
     neuron.set_device = set_device
@@ -129,9 +117,6 @@ def _make_module() -> types.ModuleType:
     neuron.current_stream = lambda device=None: torch.accelerator.current_stream(_index(device))
     neuron.default_stream = _default_stream
     neuron.set_stream = lambda stream: _library.set_stream(stream.stream_id, stream.device_index)
-
-    neuron.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16, torch.float32]
-    neuron.is_bf16_supported = lambda: True
 
     neuron.default_generators = [_generator(i) for i in range(DEVICES)]
     neuron.manual_seed = lambda seed: _generator().manual_seed(seed)
@@ -169,7 +154,7 @@ def make_process_group(options, backend_options):
     is_first = _num_groups == 1
     rules.check_new_group(ranks, is_first, _library.was_touched())
     gloo = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
-    return wrap_backend(gloo, ranks, is_first)
+    return _library.wrap_backend(gloo, ranks, is_first)
 
 
 def _register() -> None:

@@ -8,7 +8,7 @@ import os
 
 import torch
 
-from neuron_standin import report
+from neuron_standin import build, report
 
 strict = os.environ.get("NEURON_STANDIN_STRICT", "1") != "0"
 
@@ -91,6 +91,7 @@ def check_operation(name: str, tensors: list[tuple[str, torch.Tensor]], others: 
         if any(on_device(t) and t.dtype in _WIDE and key not in are_results for key, t in tensors):
             refuse("64-bit tensor", what)
         if name not in _INDEXED and len({tensor.device.type for _, tensor in tensors if tensor.dim() > 0}) > 1:
+            # Always, as torch does.
             raise RuntimeError(f"neuron stand-in: host tensor: {what} ({RULES['host tensor']})")
     if name in _DATA_DEPENDENT:
         refuse("data-dependent shape", what)
@@ -122,8 +123,6 @@ def _check_copy(what: str, source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def _check_grouped_mm(what: str, tensors: dict[str, torch.Tensor], others: dict[str, str]) -> None:
-    from neuron_standin.device import host_alias
-
     a, b = tensors["self"], tensors["mat2"]
     if a.dim() != 2 or "offs" not in tensors or "bias" in tensors or "out_dtype" in others:
         refuse("grouped matmul", f"{what}; only 2D x 3D and 2D x 2D with offsets, without bias and out_dtype")
@@ -131,7 +130,7 @@ def _check_grouped_mm(what: str, tensors: dict[str, torch.Tensor], others: dict[
     rows = a.shape[0] if b.dim() == 3 else a.shape[1]
     if rows % _GROUPED_MM_BLOCK:
         refuse("grouped matmul", f"{what}; {rows} rows are not a multiple of {_GROUPED_MM_BLOCK}")
-    ends = host_alias(tensors["offs"]).tolist()
+    ends = build.load().host_alias(tensors["offs"]).tolist()
     if ends != sorted(ends) or not all(0 <= end <= rows and end % _GROUPED_MM_BLOCK == 0 for end in ends):
         refuse("grouped matmul", f"offsets {ends} of {rows} rows; expected sorted multiples of {_GROUPED_MM_BLOCK}")
     # The device looks at the offsets itself, and waits for them, unless it is told not to.

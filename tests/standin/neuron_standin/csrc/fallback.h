@@ -2,7 +2,6 @@
 // bytes. Nothing is copied: views, in-place and out= variants, foreach and fused optimizers all come from this.
 #pragma once
 #include <ATen/Operators.h>
-#include <ATen/autocast_mode.h>
 #include <torch/library.h>
 #include <sstream>
 #include "device.h"

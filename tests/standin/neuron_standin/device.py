@@ -5,8 +5,8 @@ Names of `torch.neuron`, by who needs them:
   get_device_properties (name, total_memory), synchronize, is_available, current_stream, default_stream, set_stream,
   stream, device, Stream, Event, empty_cache, the memory functions, manual_seed and the RNG state,
   get_fallback_ops, get_executed_ops, clear_op_tracking;
-- asked for by torch itself: _initialized (checkpoint), _is_in_bad_fork, default_generators, manual_seed_all,
-  get_rng_state_all, StreamContext.
+- asked for by torch itself: is_initialized (DeviceMesh), _initialized (checkpoint), _is_in_bad_fork,
+  default_generators, manual_seed_all, get_rng_state_all, StreamContext.
 The trainer must need no other. get_dynamo_metrics is documented by name only, so it is left out, and so is autocast,
 which the trainer does not use.
 """
@@ -103,6 +103,7 @@ def _generator(device=None) -> torch.Generator:
 def _make_module() -> types.ModuleType:
     neuron = types.ModuleType("torch.neuron")
     neuron.is_available = lambda: True
+    neuron.is_initialized = _library.was_touched
     neuron._initialized = True  # without it torch.utils.checkpoint does not save the device's RNG state
     neuron._is_in_bad_fork = lambda: False
     neuron.empty_cache = lambda: None

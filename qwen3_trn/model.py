@@ -172,6 +172,27 @@ class DecoderLayer(nn.Module):
         return self.mlp
 
 
+class Embedding(nn.Embedding):
+    """The rows of the tokens.
+
+    Under tensor parallelism `group` is set: each rank has its part of the vocabulary, and gets its part of the
+    sequence.
+    """
+
+    group: dist.ProcessGroup | None = None
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """input_ids: [B, T] -> [B, T, H]."""
+        if self.group is None:
+            return super().forward(input_ids)
+        weight = local_tensor(self.weight)
+        local_ids = input_ids - self.group.rank() * weight.shape[0]
+        is_here = (local_ids >= 0) & (local_ids < weight.shape[0])
+        rows = F.embedding(torch.where(is_here, local_ids, 0), weight)
+        rows = torch.where(is_here[..., None], rows, 0)
+        return funcol.wait_tensor(funcol.reduce_scatter_single_autograd(rows, "sum", 1, self.group))
+
+
 class Qwen3Model(nn.Module):
     """Embedding, decoder layers and final norm."""
 
@@ -179,7 +200,7 @@ class Qwen3Model(nn.Module):
         super().__init__()
         self.config = config
         self.mask_documents = True  # else a token sees all that stands before it in its row
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 

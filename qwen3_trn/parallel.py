@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
@@ -136,7 +137,9 @@ def build_model(
     for layer in model.model.layers:
         layer.forward = wrap_forward(layer.forward, recompute, compile_backend)
     if compile_backend:
-        compile_ends(model, compile_backend, dims.tp_enabled)
+        # Each a graph of its own, beside the layers': the embedding, the final norm, the head with its loss.
+        for module in (model.model.embed_tokens, model.model.norm, model.lm_head):
+            module.forward = wrap_forward(module.forward, "none", compile_backend)
     apply_fsdp(model, dims, compute_dtype)
     if allocate:
         model.materialize(device.torch_device)
@@ -151,10 +154,7 @@ def apply_tensor_parallel(model: Qwen3ForCausalLM, mesh: DeviceMesh) -> None:
     alone, and DTensor sums them.
     """
     sequence = Shard(1)
-    plan = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence),
-        "model.norm": SequenceParallel(use_local_output=True),
-    }
+    plan: dict[str, ParallelStyle] = {"model.norm": SequenceParallel(use_local_output=True)}
     for i, layer in enumerate(model.model.layers):
         name = f"model.layers.{i}"
         plan |= {
@@ -189,13 +189,12 @@ def apply_tensor_parallel(model: Qwen3ForCausalLM, mesh: DeviceMesh) -> None:
                 f"{name}.mlp.down_proj": RowwiseParallel(output_layouts=sequence),
             }
     parallelize_module(model, mesh, plan)
-    # The head works on its rows of the vocabulary itself, in chunks: loss.py.
-    shard_parameter(model.lm_head, "weight", mesh, Shard(0))
-    model.lm_head.group = mesh.get_group()
+    # Embedding and head work on their rows of the vocabulary themselves: DTensor's embedding writes through a boolean
+    # mask, whose size the host must know, and would gather the logits, which loss.py never holds.
+    for module in (model.model.embed_tokens, model.lm_head):
+        shard_parameter(module, "weight", mesh, Shard(0))
+        module.group = mesh.get_group()
     model.tie_weights()
-    # A copy, because a compiled block drops the gradient of the AsyncCollectiveTensor that the embedding returns
-    # (torch 2.13).
-    model.model.embed_tokens.register_forward_hook(lambda module, inputs, output: output * 1.0)
 
 
 def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: Shard) -> None:
@@ -219,7 +218,7 @@ def slice_experts(model: Qwen3ForCausalLM, dims: ParallelDims) -> None:
 
 
 def wrap_forward(forward: Callable, recompute: str, compile_backend: str | None) -> Callable:
-    """A block's forward with activation checkpointing ("none", "full", "selective") and compilation.
+    """A module's forward with activation checkpointing ("none", "full", "selective") and compilation.
 
     "full" keeps only the block's input. It goes around the compiled block, so that the compiled graphs stay those of
     the plain block. "selective" also keeps what matmuls and attention return; its choice is made inside the graph.
@@ -232,15 +231,6 @@ def wrap_forward(forward: Callable, recompute: str, compile_backend: str | None)
     if recompute == "full":
         forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
     return forward
-
-
-def compile_ends(model: Qwen3ForCausalLM, backend: str, tensor_parallel: bool) -> None:
-    """Compile what is not a layer: the embedding, the final norm, the head with its loss; each a graph of its own."""
-    ends = [model.model.norm, model.lm_head]
-    if not tensor_parallel:  # dynamo cannot trace an embedding that is split over the vocabulary (torch 2.13)
-        ends.append(model.model.embed_tokens)
-    for module in ends:
-        module.forward = wrap_forward(module.forward, "none", backend)
 
 
 _KEPT = {

@@ -98,6 +98,11 @@ def learning_rate(step: int, settings: TrainConfig) -> float:
     return min_lr + (lr - min_lr) * shape
 
 
+@torch.library.impl("aten::_fused_adamw_.tensor_lr", "Meta")
+def _(*args, **kwargs) -> None:
+    """To DTensor, which infers shapes from it: without it torch 2.13 runs the update on whole, unsharded tensors."""
+
+
 def build_optimizer(model: Qwen3ForCausalLM, args: TrainConfig) -> AdamW:
     """AdamW that decays matrices (embedding and experts among them) and leaves norm weights and biases alone."""
     names = {"experts": [], "matrices": [], "norms and biases": []}
@@ -110,9 +115,11 @@ def build_optimizer(model: Qwen3ForCausalLM, args: TrainConfig) -> AdamW:
         for name, params in names.items()
         if params
     ]
-    # The rate is a tensor, because a device that compiles the update compiles it for each number anew.
-    rate = torch.zeros((), device=groups[0]["params"][0].device)
-    return AdamW(groups, lr=rate, betas=args.adam_betas, eps=args.adam_eps, fused=True)
+    optimizer = AdamW(groups, lr=0.0, betas=args.adam_betas, eps=args.adam_eps, fused=True)
+    for group in optimizer.param_groups:
+        # A tensor, because a device that compiles the update compiles it for each number anew.
+        group["lr"] = torch.zeros((), device=group["params"][0].device)
+    return optimizer
 
 
 def sum_over_ranks(stats: RouterStats) -> RouterStats:

@@ -138,8 +138,8 @@ def build_model(
         layer.forward = wrap_forward(layer.forward, recompute, compile_backend)
     if compile_backend:
         # Each a graph of its own, beside the layers': the embedding, the final norm, the head with its loss.
-        for module in (model.model.embed_tokens, model.model.norm, model.lm_head):
-            module.forward = wrap_forward(module.forward, "none", compile_backend)
+        for end in (model.model.embed_tokens, model.model.norm, model.lm_head):
+            end.forward = wrap_forward(end.forward, "none", compile_backend)  # type: ignore[method-assign]
     apply_fsdp(model, dims, compute_dtype)
     if allocate:
         model.materialize(device.torch_device)

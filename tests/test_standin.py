@@ -114,12 +114,12 @@ def test_stop_resume_export(standin, models, token_cache, cpu_records, tmp_path)
 
 
 def test_experts_on_two_ranks(standin, token_cache, cpu_records, tmp_path):
-    """Expert parallelism, compiled; the host reads one tensor of numbers a step."""
+    """Expert parallelism, eager."""
     out = tmp_path / "run"
-    reports = train(standin, token_cache, out, "--ep", 2, "--steps", STEPS, "--no-export", ranks=2)
+    flags = ["--ep", 2, "--steps", STEPS, "--compile", "off", "--no-export"]
+    reports = train(standin, token_cache, out, *flags, ranks=2)
     assert_same_losses(records(out), cpu_records["moe"])
     for report in reports:
-        assert report["compiled_graphs"] > 0
         assert report["communicators"] == [[0, 1]]
         assert_steady(report, STEPS)
 

@@ -59,7 +59,8 @@ def describe(tensor: torch.Tensor) -> str:
 def count(name: str, tensors: list[tuple[str, torch.Tensor]], others: dict[str, str]) -> None:
     """Count a launch. Numbers, which come as host tensors without dims or as text, are no part of a signature."""
     launches = operations.total()
-    is_number = [tensor.device.type == "cpu" and tensor.dim() == 0 for _, tensor in tensors]
+    is_copy = name == "aten::_copy_from"  # of a number to the device: it arrives as a tensor
+    is_number = [tensor.device.type == "cpu" and tensor.dim() == 0 and not is_copy for _, tensor in tensors]
     shapes = tuple(describe(t) for (_, t), number in zip(tensors, is_number, strict=True) if not number)
     signature = (name, *shapes)
     _signatures.setdefault(signature, launches)

@@ -2,8 +2,10 @@
 that the device lacks. Losses are compared with the CPU's."""
 
 import ast
+import functools
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,15 +49,17 @@ def token_cache(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cpu_records(models, token_cache, tmp_path_factory) -> dict[str, list[dict]]:
-    """What the same flags give on the CPU, where layout and compilation make no difference."""
-    found = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QWEN3_TRN_CACHE", str(token_cache))
-        for kind, model in models.items():
-            out = tmp_path_factory.mktemp("cpu") / kind
-            found[kind] = in_process(patch, out, "--model", model, "--steps", STEPS, "--no-export", *FLAGS)
-    return found
+def cpu_records(models, token_cache, tmp_path_factory) -> Callable[[str], list[dict]]:
+    """What the same flags give for a model on the CPU, where layout and compilation make no difference."""
+
+    @functools.cache
+    def run(kind: str) -> list[dict]:
+        out = tmp_path_factory.mktemp("cpu") / kind
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("QWEN3_TRN_CACHE", str(token_cache))
+            return in_process(patch, out, "--model", models[kind], "--steps", STEPS, "--no-export", *FLAGS)
+
+    return run
 
 
 def train(standin, token_cache, out: Path, *flags, ranks: int = 0) -> list[dict]:
@@ -108,7 +112,7 @@ def test_stop_resume_export(standin, models, token_cache, cpu_records, tmp_path)
     assert first["compiled_graphs"] == 0
     (second,) = train(standin, token_cache, out, "--init", "resume", "--steps", STEPS, "--compile", "on", "--export")
     assert second["compiled_graphs"] > 0
-    assert_same_losses(records(out), cpu_records["moe"])
+    assert_same_losses(records(out), cpu_records("moe"))
     names = safetensors.safe_open(next((out / "hf").glob("*.safetensors")), "pt").keys()
     assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names  # tied to the end
 
@@ -118,7 +122,7 @@ def test_experts_on_two_ranks(standin, token_cache, cpu_records, tmp_path):
     out = tmp_path / "run"
     flags = ["--ep", 2, "--steps", STEPS, "--compile", "off", "--no-export"]
     reports = train(standin, token_cache, out, *flags, ranks=2)
-    assert_same_losses(records(out), cpu_records["moe"])
+    assert_same_losses(records(out), cpu_records("moe"))
     for report in reports:
         assert report["communicators"] == [[0, 1]]
         assert_steady(report, STEPS)
@@ -154,7 +158,7 @@ def test_layouts(kind, ranks, layout, compiled, standin, models, token_cache, cp
     for report in train(standin, token_cache, out, *flags, ranks=ranks):
         assert (report["compiled_graphs"] > 0) == (compiled == "on")
         assert_steady(report, STEPS)
-    assert_same_losses(records(out), cpu_records[kind])
+    assert_same_losses(records(out), cpu_records(kind))
 
 
 @pytest.mark.slow

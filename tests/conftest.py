@@ -1,6 +1,8 @@
 """Settings of every test: one thread a process, since the models are tiny and several processes share two cores."""
 
 import os
+import subprocess
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -27,3 +29,18 @@ def random_folder(tmp_path_factory):
     Qwen3ForCausalLM(Qwen3Config.from_pretrained(TINY)).save_pretrained(folder)
     copy_companions(TINY, folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def standin() -> dict[str, str]:
+    """The environment of a process that has the device `neuron` of tests/standin, which is compiled here if need be."""
+    from tests.common import REPO
+    from tests.standin.neuron_standin import build
+
+    try:
+        build.check_torch()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    process = subprocess.run([sys.executable, build.__file__], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    return {"PYTHONPATH": os.pathsep.join([str(REPO), str(REPO / "tests" / "standin")])}

@@ -1047,6 +1047,20 @@ def test_few_partitions_reach_few_dma_engines():
     assert few == pytest.approx(4 * full)
 
 
+@pytest.mark.parametrize("dtypes", [(torch.float32, nl.bfloat16), (torch.bfloat16, nl.float32)])
+def test_a_dma_that_casts_moves_the_wider_side(dtypes):
+    """From HBM to HBM, in long runs, by all 16 engines."""
+
+    def kernel(x, dtype):
+        out = nl.ndarray(x.shape, dtype, nl.shared_hbm)
+        nisa.dma_copy(out, x)
+        return out
+
+    r = cycles_of(kernel, random(4, 2048, dtype=dtypes[0]), dtypes[1])
+    assert r.dma_bytes == 4 * 2048 * 4
+    assert r.cycles["dma"] == pytest.approx(4 * 2048 * 4 / 368)
+
+
 def test_gathers_and_transposes_by_dma():
     def kernel(x, ids):
         t = nl.ndarray((128, 1024), x.dtype, nl.sbuf)

@@ -23,7 +23,7 @@ WARM_UP_STEPS = 2  # the second may still be new: the optimizer's state is made 
 class _Recorder(TorchDispatchMode):
     """Collects each operation with the dtypes and shapes of its tensors."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.programs: set[str] = set()
 

@@ -75,8 +75,8 @@ LIMITS = [
     Limit("grouped precondition", "a host read each, unless it is switched off", _BETA, _TWO_RANKS),
     Limit("no uneven dispatch", "experts get padded slots of static number", _BETA, _SHAPES),
     # Attention
-    Limit("fused attention", "no mask, lengths of 512s, head_dim <= 128, rows x heads <= 512", _USERS, None,
-          "which kernel runs shows on the hardware alone; the conditions are device.py's"),
+    Limit("fused attention", "no mask, lengths of 512s, head_dim <= 128, rows x heads <= 512", _USERS,
+          "tests/test_device.py::test_attention_is_fused_under_the_documented_conditions"),
     # Compilation
     Limit("no dynamic shapes", "a symbolic size raises", _COMPILE, _RULES),
     Limit("fullgraph", "recommended: graph breaks cost a dispatch each", _COMPILE, None, "torch raises by itself"),

@@ -10,7 +10,6 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,13 @@ from torch.optim import AdamW
 
 from export import export
 from qwen3_trn import checkpoint, hf, launch, plan, start
+from qwen3_trn.checks import check_document_mask, check_loaded, name_culprit
 from qwen3_trn.config import Qwen3Config, TrainConfig, parse_args, parse_size
 from qwen3_trn.data import PackedData
 from qwen3_trn.device import Device
 from qwen3_trn.encode import load_tokenizer
 from qwen3_trn.errors import UserError
-from qwen3_trn.evaluate import check_document_mask, evaluate, find_prompt, find_stop_tokens, read_prompts, sample_texts
-from qwen3_trn.init import local_tensor
+from qwen3_trn.evaluate import evaluate, find_prompt, find_stop_tokens, read_prompts, sample_texts
 from qwen3_trn.launch import print0
 from qwen3_trn.loss import IGNORE_INDEX
 from qwen3_trn.metrics import RunLog, format_count, write_run_files, write_samples
@@ -194,42 +193,6 @@ def read_step(losses: dict[str, Tensor], grad_norm: Tensor, totals: RouterStats 
 
 
 # ----------------------------------------------------------------------------------------------------------- the run
-
-
-def name_culprit(model: Qwen3ForCausalLM, compute: Callable[[], tuple[dict[str, Tensor], RouterStats | None]]) -> str:
-    """Compute a bad step once more, before clipping spreads what is not finite, and say where it comes from.
-
-    compute: forward_backward of this rank's share. Every rank must call it.
-    """
-    losses, _ = compute()
-    bad_loss = not all(bool(loss.isfinite()) for loss in losses.values())
-    names = [name for name, p in model.named_parameters() if not bool(local_tensor(p.grad).isfinite().all())]
-    found: list[tuple[bool, list[str]]] = [(False, [])] * launch.WORLD_SIZE
-    dist.all_gather_object(found, (bad_loss, names))
-    ranks = [str(rank) for rank, (bad, _) in enumerate(found) if bad]
-    bad_names = {name for _, names in found for name in names}
-    in_order = [name for name, _ in model.named_parameters() if name in bad_names]
-    if not ranks and not in_order:
-        return "Computed again it was finite, so look for a fault of the machine."
-    loss = f"the loss itself is not finite on rank {', '.join(ranks)}" if ranks else "the loss is finite on every rank"
-    return (
-        f"Computed again, {loss}; gradients are not finite in {len(in_order)} parameters, the first of them "
-        f"{in_order[0] if in_order else 'none'}."
-    )
-
-
-def check_loaded(loss: float, config: Qwen3Config) -> None:
-    """Published weights start far below ln(vocabulary), the loss of a model that knows nothing."""
-    ln_vocab = math.log(config.vocab_size)
-    print0(f"first loss {loss:.4f}; random weights would give about ln({config.vocab_size}) = {ln_vocab:.2f}")
-    if not math.isfinite(loss):
-        raise UserError(f"the first loss is {loss}: the loaded weights hold values that are not finite, or overflow.")
-    if loss >= 0.95 * ln_vocab:
-        raise UserError(
-            f"the first loss is {loss:.2f}, and ln(vocabulary) is {ln_vocab:.2f}: the loaded weights look random. "
-            "Either they do not belong to this config and tokenizer, or the data is nothing like what they were "
-            "trained on. If they are meant to be random, say --no-load-check."
-        )
 
 
 def end_save(saver: checkpoint.Saver, on_error: str) -> None:

@@ -1,4 +1,4 @@
-"""Looking at a model while it trains: validation loss, samples from fixed prompts, a test of the document mask.
+"""Looking at a model while it trains: validation loss, samples from fixed prompts.
 
     loss = evaluate(model, eval_data, batch_size=8, num_ranks=1, rank=0, tp=1, device=Device())
 
@@ -55,39 +55,6 @@ def evaluate(
     dist.all_reduce(sums)  # on the host
     loss_sum, count = (sums / tp).tolist()
     return loss_sum / count
-
-
-@torch.no_grad()
-def check_document_mask(
-    model: Qwen3ForCausalLM, batch_size: int, seq_len: int, device: Device, dtype: torch.dtype
-) -> None:
-    """Raises UserError if a document's loss moves when the other one in its row changes.
-
-    Two documents a row, of the shape and by the attention that training takes. The loss is that of the second one's
-    first and last tokens: what leaks reaches the first at its strongest.
-    """
-    ids = np.arange(batch_size * seq_len, dtype=np.int32).reshape(batch_size, seq_len) * 7919 % model.config.vocab_size
-    places = np.arange(seq_len, dtype=np.int32)
-    cut = seq_len // 3  # not where an attention kernel would begin a block
-    is_second = places >= cut
-    labels = np.where(np.isin(places, [cut, seq_len - 1]), ids, IGNORE_INDEX)
-    rows = np.zeros_like(ids)
-    others = {"labels": labels, "positions": rows + places - cut * is_second, "document_ids": rows + is_second}
-
-    def compute_loss(input_ids: np.ndarray) -> float:
-        torch.manual_seed(0)  # a model that draws numbers, as for dropout, is to draw the same ones
-        return model.loss(**device.put(others | {"input_ids": input_ids}))[0].item()
-
-    before = compute_loss(ids)
-    after = compute_loss(np.where(is_second, ids, (ids + 1) % model.config.vocab_size))
-    reshard(model)
-    # Nothing should move, except by rounding where experts get other tokens beside the same ones. Random weights, which
-    # leak least, moved by 2e-3 and more without the mask.
-    if abs(after - before) > (1e-5 if dtype == torch.float32 else 5e-4) * abs(before):  # nan is told of elsewhere
-        raise UserError(
-            f"documents in one row see each other: the loss of one went from {before} to {after} when the other "
-            "changed. The attention that was chosen does not mask documents; use --no-pack."
-        )
 
 
 def read_prompts(prompts: Sequence[str], tokenizer, is_chat: bool, config: Qwen3Config) -> list[list[int]]:

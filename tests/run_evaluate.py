@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
-from qwen3_trn import Qwen3Config, evaluate, launch
+from qwen3_trn import Qwen3Config, checks, evaluate, launch
 from qwen3_trn.data import PackedData, PackedSource
 from qwen3_trn.device import Device
 from qwen3_trn.parallel import build_mesh, build_model
@@ -77,7 +77,7 @@ def main() -> None:
         loss = evaluate.evaluate(model, [data], *parts, device)
         samples = evaluate.sample_texts(model, tokenizer, PROMPTS, [], 3, tp, device)
         if capacity is None:
-            evaluate.check_document_mask(model, BATCH_SIZE, SEQ_LEN, device, dtype)
+            checks.check_document_mask(model, BATCH_SIZE, SEQ_LEN, device, dtype)
         found[name] = {
             "loss": loss,
             "samples": samples,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qwen3_trn import Qwen3Config, Qwen3ForCausalLM, evaluate, model
+from qwen3_trn import Qwen3Config, Qwen3ForCausalLM, checks, evaluate, model
 from qwen3_trn.data import PackedData, PackedSource
 from qwen3_trn.device import Device
 from qwen3_trn.encode import load_tokenizer
@@ -144,7 +144,7 @@ def test_a_mask_that_does_not_part_documents_is_found(monkeypatch, name, dtype):
     made = Qwen3ForCausalLM(Qwen3Config.from_dict(MODELS[name])).to(dtype)
 
     def check(seq_len: int = 64) -> None:
-        evaluate.check_document_mask(made, 2, seq_len, Device(), dtype)
+        checks.check_document_mask(made, 2, seq_len, Device(), dtype)
 
     for seq_len in (1, 2, 3, 32, 64, 250):
         check(seq_len)

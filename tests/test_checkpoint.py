@@ -280,10 +280,10 @@ def test_a_full_disk_on_two_ranks(copy, cache):
     ("where", "expected"),
     [
         ("write_data", "step_2"),  # a rank has written its file, the others wait
-        ("copy_companions", "step_2"),  # all have written
-        ("publish", "step_2"),  # all is there but the name
+        pytest.param("copy_companions", "step_2", marks=pytest.mark.slow),  # all have written
+        pytest.param("publish", "step_2", marks=pytest.mark.slow),  # all is there but the name
         ("_point_latest", "step_4"),  # the name is there, `latest` is not
-        ("rmtree", "step_4"),  # half of an old checkpoint is gone
+        pytest.param("rmtree", "step_4", marks=pytest.mark.slow),  # half of an old checkpoint is gone
     ],
 )
 def test_kill_in_the_middle_of_a_save(where, expected, straight, cache, tmp_path):  # noqa: F811

@@ -5,9 +5,9 @@ Names of `torch.neuron`, by who needs them:
   get_device_properties (name, total_memory), synchronize, is_available, current_stream, default_stream, set_stream,
   stream, device, Stream, Event, empty_cache, the memory functions, manual_seed and the RNG state,
   get_fallback_ops, get_executed_ops, clear_op_tracking;
-- asked for by torch itself: is_initialized (DeviceMesh), _initialized and get_amp_supported_dtype (checkpoint, the latter
-  for torch.autocast, which AWS documents), _is_in_bad_fork, default_generators, manual_seed_all, get_rng_state_all,
-  StreamContext.
+- asked for by torch itself: is_initialized (DeviceMesh), _initialized and get_amp_supported_dtype (checkpoint, the
+  latter for torch.autocast, which AWS documents), _is_in_bad_fork, default_generators, manual_seed_all,
+  get_rng_state_all, StreamContext.
 The trainer must need no other. get_dynamo_metrics is documented by name only, so it is left out; autocast itself, which
 the trainer does not use, does nothing here.
 """

@@ -146,6 +146,7 @@ def blockwise_mm_baseline_shard_hidden(
         hidden_states, expert_affinities_masked, weights, token_position_to_id, block_to_expert, block_size
     )
     affinities = expert_affinities_masked.view(hidden_states.shape[0], -1).float()
+    assert not hidden_states[-1].any()  # the row of padding
     output = torch.zeros_like(hidden_states)
     for block in range(num_blocks):
         ids, expert = token_position_to_id[block * block_size :][:block_size], block_to_expert[block, 0]
@@ -267,6 +268,13 @@ def document_ids(lengths: list[list[int]]) -> Tensor:
 def first_keys(ids: Tensor) -> Tensor:
     """Where each token's document starts, int32 [B, T]."""
     return (ids[:, :, None] > ids[:, None, :]).sum(2, dtype=torch.int32)
+
+
+def test_bounds_are_those_of_the_documents():
+    """The example of attention_bwd's docstring; bound_max as the kernel clamps it for causal attention."""
+    bound_min, bound_max = nkilib.key_bounds(first_keys(document_ids([[2, 3, 2]])))
+    assert bound_min.tolist() == [[0, 0, 2, 2, 2, 5, 5]]
+    assert bound_max.tolist() == [[1, 2, 3, 4, 5, 6, 7]]
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

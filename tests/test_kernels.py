@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import tests.nki
-from qwen3_trn import Qwen3Config, Qwen3ForCausalLM, moe, plan
+from qwen3_trn import Qwen3Config, Qwen3ForCausalLM, evaluate, moe, plan
 from qwen3_trn.config import TrainConfig, parse_args
 from qwen3_trn.device import Device
 from qwen3_trn.errors import UserError
@@ -71,6 +71,13 @@ def interpreted(monkeypatch):
 
 EXAMPLE = re.search(r"```python\n(.*?)```", (REPO / "docs" / "kernels.md").read_text(), re.DOTALL)[1]
 NORM = "def rms_norm(x, weight, eps):\n    "
+
+
+def test_the_documentation_has_every_operation_with_its_parameters():
+    table = re.findall(r"^\| `(\w+)` \| (.*?) \|", (REPO / "docs" / "kernels.md").read_text(), re.MULTILINE)
+    found = {op: re.findall(r"`(\w+)`", parameters) for op, parameters in table if op in DEFAULTS}
+    assert found == {op: registry.parameters_of(op) for op in DEFAULTS}
+
 
 # -------------------------------------------------------------------------------------------------- what is refused
 
@@ -425,21 +432,27 @@ def wide_model(folder):
 
 
 def test_a_run_with_the_nki_kernels_has_the_defaults_losses(tmp_path, monkeypatch, interpreted, capsys):
-    """Five steps, with the export; and stopped after three, by going on."""
+    """Five steps and the export; and three steps, then two more by the settings of the run's folder."""
     monkeypatch.setattr(Device, "expert_block", 128)
-    model = wide_model(tmp_path / "model")
-    flags = ("--model", model, "--seq-len", 32, "--global-batch-size", 1, "--lr", "1e-2", "--warmup-steps", 0)
-    flags = (*flags, "--min-lr", "1e-2")
+    monkeypatch.setattr(evaluate, "NEW_TOKENS", 2)
+    monkeypatch.setattr(evaluate, "SAMPLE_LENGTHS", 2)
+    flags = ("--model", wide_model(tmp_path / "model"), "--seq-len", 32, "--global-batch-size", 1)
+    flags = (*flags, "--lr", "1e-2", "--schedule", "constant", "--warmup-steps", 0)
     plain = in_process(monkeypatch, tmp_path / "plain", *flags, "--steps", 5, "--no-export")
-    kernel = ("--kernel", "moe_experts=nki")
     capsys.readouterr()
-    found = in_process(monkeypatch, tmp_path / "nki", *flags, *kernel, "--check-kernels", "--steps", 5)
+    kernel = ("--kernel", "moe_experts=nki", "--check-kernels")
+    found = in_process(monkeypatch, tmp_path / "nki", *flags, *kernel, "--steps", 5)
     said = capsys.readouterr().out
-    assert "kernels    moe_experts: nki; the rest PyTorch's\n" in said and "checked moe_experts" in said
+    assert "kernels    moe_experts: nki; the rest PyTorch's\n           checked moe_experts, differences " in said
     assert "missing 0, unexpected 0" in said
     assert len(found) == 5 and plain[-1]["loss"] < plain[0]["loss"] - 0.5
     assert [r["loss"] for r in found] == pytest.approx([r["loss"] for r in plain], rel=1e-4)
     assert [r["grad_norm"] for r in found] == pytest.approx([r["grad_norm"] for r in plain], rel=1e-3)
+
+    in_process(monkeypatch, tmp_path / "stopped", *flags, *kernel, "--steps", 3, "--no-export")
+    resumed = in_process(monkeypatch, tmp_path / "stopped", "--init", "resume", "--steps", 5)
+    assert "kernels    moe_experts: nki; the rest PyTorch's\n" in capsys.readouterr().out
+    assert [r["loss"] for r in resumed] == [r["loss"] for r in found]
 
 
 def test_nki_kernels_refuse_what_they_cannot_take(tmp_path, monkeypatch, interpreted):

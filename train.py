@@ -29,6 +29,8 @@ from qwen3_trn.device import Device
 from qwen3_trn.encode import load_tokenizer
 from qwen3_trn.errors import UserError
 from qwen3_trn.evaluate import evaluate, find_prompt, find_stop_tokens, read_prompts, sample_texts
+from qwen3_trn.kernels import registry
+from qwen3_trn.kernels.check import CHECK_TOKENS, check_kernels, check_needs, make_inputs
 from qwen3_trn.launch import print0
 from qwen3_trn.loss import IGNORE_INDEX
 from qwen3_trn.metrics import RunLog, format_count, write_run_files, write_samples
@@ -240,9 +242,15 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
     check_layout(config, dims, args.seq_len)
     start.check_flags(args, config)
     compile_backend = device.compile_backend(args.compile, args.ac)
+    compute_dtype = device.compute_dtype(args.dtype)
     data_ranks = num_ranks // args.tp
     data_rank = launch.RANK // args.tp
     micro_batch_size, num_micro_steps = start.split_batch(args, data_ranks)
+    kernels = registry.choose(args.kernel)
+    inputs_of = partial(make_inputs, config, args, dims, device.expert_block, compute_dtype)
+    check_needs(partial(inputs_of, micro_batch_size, args.seq_len, "meta"))
+    if args.check_kernels:
+        kernels += check_kernels(partial(inputs_of, 1, min(args.seq_len, CHECK_TOKENS), device.torch_device))
     pretrained = args.init != "random" and not resumed
     if pretrained:
         weights = hf.HFFolder(model_folder)
@@ -270,7 +278,6 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
             f"rank {launch.RANK} does not see {out}, which rank 0 made: --out must be on a shared file system."
         )
 
-    compute_dtype = device.compute_dtype(args.dtype)
     parts = args.moe_capacity, start.use_equal_groups(args, config, device), args.mask_documents
     model = build_model(config, dims, device, compute_dtype, args.ac, compile_backend, *parts)
     optimizer = build_optimizer(model, args)
@@ -284,6 +291,8 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
     peak_flops, peak_source = device.peak_flops(compute_dtype)
     heads = config.num_attention_heads // args.tp, config.head_dim
     attention = device.attention_kernel(micro_batch_size, args.seq_len, *heads, args.mask_documents)
+    if not registry.uses_default("attention"):
+        attention = "of --kernel, with the first key of each query for documents"
     epochs = data.rows_per_epoch and settings.steps * args.global_batch_size / data.rows_per_epoch
     epochs = f" = {epochs:.2f} epochs" if epochs else ""
     print0(
@@ -307,6 +316,7 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
         f"device     {num_ranks} x {device.type}; compute {compute_dtype}, weights and optimizer torch.float32",
         *(f"           {setting}" for setting in environment),
         f"attention  {attention}",
+        *kernels,
         f"MFU        against {peak_flops / 1e9:,.0f} GFLOP/s a rank ({peak_source})",
     )
 
@@ -450,6 +460,7 @@ def main() -> None:
     out, ended = train(args)
     # The export needs one process and can take long, so the others have gone by now.
     if ended and args.export and launch.RANK == 0:
+        registry.choose([])  # the export is compared on the CPU, whatever trained
         newest = checkpoint.find_checkpoint(out)
         export(newest, out / "hf", torch.bfloat16, parse_size(args.max_shard_size), replace=True)
 

@@ -391,6 +391,11 @@ class TrainConfig:
     compile: Literal["auto", "on", "off"] = "auto"
     # Rows an expert takes at most, times the mean; what overflows is dropped, counted, printed. Default: no bound.
     moe_capacity: float | None = None
+    # OP=NAME: compute an operation by a kernel of ours, or by your own as OP=package.module:function; docs/kernels.md
+    # has the list.
+    kernel: tuple[str, ...] = ()
+    # Compare each --kernel with PyTorch's on a small input first, and stop where they disagree.
+    check_kernels: bool = False
     # Of compute; weights and optimizer stay fp32. auto: bf16 on accelerators, fp32 on CPU.
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     # Seconds that a collective waits for a missing rank.

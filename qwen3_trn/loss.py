@@ -11,12 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from qwen3_trn.kernels.registry import operation
+
 IGNORE_INDEX = -100  # the label of a position that is not supervised; PyTorch's and Hugging Face's convention
 
 # fp32 logits of one chunk: large enough that the matmuls are efficient, small beside the weights they come from.
 _CHUNK_BYTES = 256 * 2**20
 
 
+@operation("linear_cross_entropy", "hidden weight labels group")
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, group: dist.ProcessGroup | None = None
 ) -> Tensor:

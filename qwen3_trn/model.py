@@ -10,6 +10,7 @@ I intermediate, E experts, V vocabulary. Technical report: arXiv 2505.09388.
 """
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,19 +19,47 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
 
 from qwen3_trn import generate, hf
 from qwen3_trn.config import Qwen3Config
 from qwen3_trn.folders import new_folder
 from qwen3_trn.init import init_weights, local_tensor
+from qwen3_trn.kernels.registry import missing_packages, operation, register, uses_default
 from qwen3_trn.loss import count_supervised, linear_cross_entropy
 from qwen3_trn.moe import MoE, RouterStats
 
 PADDING_DOCUMENT = -1  # the document id of a position that holds no token
 
 
-class RMSNorm(nn.Module):
+@operation("rms_norm", "x weight eps")
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) in fp32, cast back, then times weight; over the last dim (arXiv 1910.07467)."""
+    x_float = x.to(torch.promote_types(x.dtype, torch.float32))
+    return F.rms_norm(x_float, (x.shape[-1],), eps=eps).to(x.dtype) * weight
+
+
+@operation("attention", "q k v first_keys")
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Softmax of q k^T / sqrt(D), causal, times v; fewer key heads than query heads serve as many queries each.
+
+    q: [B, Q, T, D], k and v: [B, K, T, D]; mask: [B, 1, T, T] bool, True where a query sees a key, or None for plain
+    causal. Returns [B, Q, T, D]. An override gets `first_keys` in the place of the mask, or None.
+    """
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+
+
+register(
+    "attention",
+    "nkilib",
+    "qwen3_trn.kernels.nkilib:attention",
+    available=partial(missing_packages, "torch_neuronx", "nki", "nkilib"),
+    needs="qwen3_trn.kernels.nkilib:needs_attention",
+)
+
+
+class RMSNorm(nn.Module):
+    """`rms_norm` with its weight."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -38,8 +67,12 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        x_float = x.to(torch.promote_types(x.dtype, torch.float32))
-        return F.rms_norm(x_float, (x.shape[-1],), eps=self.eps).to(x.dtype) * self.weight
+        if not isinstance(x, DTensor):
+            return rms_norm(x, self.weight, self.eps)
+        # Tensor parallelism. Kernels take plain tensors; of the weight's gradient each rank has a part of the sum.
+        weight = self.weight.to_local(grad_placements=[Partial()])  # type: ignore[attr-defined]
+        out = rms_norm(x.to_local(), weight, self.eps)
+        return DTensor.from_local(out, x.device_mesh, x.placements, run_check=False)  # type: ignore[return-value]
 
 
 def _rope_frequencies(theta: float, dim: int, scaling: dict[str, Any] | None) -> tuple[Tensor, float]:
@@ -114,20 +147,13 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        """x: [B, T, H]; mask: [B, 1, T, T] bool, True where a query sees a key, or None for plain causal."""
+        """x: [B, T, H]; mask: as `attention` takes it."""
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # [B, T, Q, D]
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # [B, T, K, D]
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         q = apply_rope(self.q_norm(q), cos, sin)
         k = apply_rope(self.k_norm(k), cos, sin)
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=True,
-        )
+        out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -216,7 +242,8 @@ class Qwen3Model(nn.Module):
         mask, valid = None, torch.ones_like(input_ids, dtype=torch.bool)
         if document_ids is not None:
             valid = document_ids != PADDING_DOCUMENT
-            mask = document_mask(document_ids) if self.mask_documents else None
+            if self.mask_documents:
+                mask = document_mask(document_ids) if uses_default("attention") else first_keys(document_ids)
         all_stats = []
         for layer in self.layers:
             x, stats = layer(x, cos, sin, mask, valid)
@@ -230,6 +257,22 @@ def document_mask(document_ids: Tensor) -> Tensor:
     """Causal within each document and nothing across. document_ids: [B, T] -> [B, 1, T, T] bool."""
     same = document_ids[:, :, None] == document_ids[:, None, :]
     return same.tril()[:, None]
+
+
+def first_keys(document_ids: Tensor) -> Tensor:
+    """The first key that each query sees, where its document begins. document_ids: [B, T] -> [B, T] int32.
+
+    With it a kernel can mask documents without a [T, T] mask: query t sees keys first_keys[t] to t.
+    """
+    length = document_ids.shape[1]
+    begins = document_ids != F.pad(document_ids[:, :-1], (1, 0), value=PADDING_DOCUMENT - 1)
+    first = torch.arange(length, device=document_ids.device, dtype=torch.int32) * begins.int()
+    # A running maximum in log2(T) steps; torch.cummax would also return 64-bit indices.
+    step = 1
+    while step < length:
+        first = torch.maximum(first, F.pad(first[:, :-step], (step, 0)))
+        step *= 2
+    return first
 
 
 class LMHead(nn.Linear):

@@ -6,8 +6,10 @@ alone: nothing is ever dropped, no size depends on the data, and the host is nev
 
     weights, expert_ids = route(logits, k, norm_topk_prob)                  # [N, k] fp32, [N, k]
     slots = assign_slots(expert_ids, num_experts, block)                    # who sits where
-    y, _, _ = moe_experts(x, slots..., gate_proj, up_proj, down_proj)       # [S, H]
-    out = combine(y, weights, slots)                                        # [N, H], by gather: no scatter-add
+    y, _, _ = run_experts(x, *slots, gate_proj, up_proj, down_proj)         # [S, H]
+    out = combine(y, weights, *slots[:2])                                   # [N, H], by gather: no scatter-add
+
+`route`, `run_experts` and `combine` are operations that a kernel can take over, see docs/kernels.md.
 
 Shape letters: N tokens, H hidden, I intermediate, E experts, k experts per token, S slots.
 """
@@ -25,6 +27,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from qwen3_trn.config import Qwen3Config
 from qwen3_trn.init import local_tensor
+from qwen3_trn.kernels.registry import missing_packages, operation, register
 
 
 class RouterStats(NamedTuple):
@@ -46,6 +49,7 @@ class Slots(NamedTuple):
     group_ends: Tensor  # [E]: expert e's slots end here (exclusive) and begin where the previous expert's end
 
 
+@operation("router", "logits num_experts_per_tok norm_topk_prob")
 def route(logits: Tensor, num_experts_per_tok: int, norm_topk_prob: bool) -> tuple[Tensor, Tensor]:
     """Softmax over all experts, then the k largest, then (norm_topk_prob) rescaled to sum to 1.
 
@@ -235,6 +239,25 @@ def _moe_experts_backward_flops(
     return 6 * 2 * choice_of_slot[0] * gate_proj[1] * gate_proj[2]
 
 
+run_experts = operation("moe_experts", "x choice_of_slot slot_of_choice group_ends gate_proj up_proj down_proj")(
+    moe_experts
+)
+register(
+    "moe_experts",
+    "nki",
+    "qwen3_trn.kernels.nki_moe:moe_experts",
+    available=partial(missing_packages, "torch_neuronx", "nki"),
+    needs="qwen3_trn.kernels.nki_moe:supports",
+)
+register(
+    "moe_experts",
+    "nkilib",
+    "qwen3_trn.kernels.nkilib:moe_experts",
+    available=partial(missing_packages, "torch_neuronx", "nki", "nkilib"),
+    needs="qwen3_trn.kernels.nkilib:needs_experts",
+)
+
+
 class _Combine(torch.autograd.Function):
     """out[n] = sum over j of weights[n, j] * y[slot_of_choice[n, j]], in fp32; backward gathers too."""
 
@@ -257,9 +280,10 @@ class _Combine(torch.autograd.Function):
         return y_grad, torch.stack(weights_grad, dim=1), None, None
 
 
-def combine(y: Tensor, weights: Tensor, slots: Slots) -> Tensor:
+@operation("moe_combine", "y weights choice_of_slot slot_of_choice")
+def combine(y: Tensor, weights: Tensor, choice_of_slot: Tensor, slot_of_choice: Tensor) -> Tensor:
     """Each token's weighted sum of its experts' rows. y: [S, H], weights: [N, k] -> [N, H] in y's dtype."""
-    return _Combine.apply(y, weights, slots.choice_of_slot, slots.slot_of_choice)
+    return _Combine.apply(y, weights, choice_of_slot, slot_of_choice)
 
 
 class _GatherTokens(torch.autograd.Function):
@@ -334,9 +358,11 @@ class Experts(nn.Module):
             ids_here = expert_ids - rank * num_here
             expert_ids = torch.where((ids_here >= 0) & (ids_here < num_here), ids_here, num_here)
         slots = assign_slots(expert_ids, num_here, self.block, capacity, self.equal_groups)
-        y, _, _ = moe_experts(x, *slots, gate_proj, up_proj, down_proj, self.equal_groups)
+        run = partial(moe_experts, equal_groups=True) if self.equal_groups else run_experts
+        y, _, _ = run(x, *slots, gate_proj, up_proj, down_proj)
         dropped = (expert_ids < num_here) & (slots.slot_of_choice == y.shape[0])
-        return combine(y, weights, slots), dropped.int().sum(dtype=torch.int32) * counts_drops
+        out = combine(y, weights, slots.choice_of_slot, slots.slot_of_choice)
+        return out, dropped.int().sum(dtype=torch.int32) * counts_drops
 
 
 class Router(nn.Linear):

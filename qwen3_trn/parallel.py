@@ -234,19 +234,22 @@ def wrap_forward(forward: Callable, recompute: str, compile_backend: str | None)
 
 
 _KEPT = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
-    torch.ops.qwen3_trn.moe_experts.default,
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+    "qwen3_trn::moe_experts",
+    "qwen3_trn::nki_moe_experts",
+    "qwen3_trn::nkilib_moe_experts",
+    "qwen3_trn::nkilib_attention",
 }
 
 
 def _save_matmuls_and_attention(context, op, *args, **kwargs) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if op.name() in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def apply_fsdp(model: Qwen3ForCausalLM, dims: ParallelDims, compute_dtype: torch.dtype) -> None:

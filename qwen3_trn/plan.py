@@ -216,6 +216,8 @@ def print_plan(args: TrainConfig) -> None:
     out = Path(args.out or "runs").absolute()
     existing = next(parent for parent in (out, *out.parents) if parent.exists())
     print(f"plan       {folder}", *describe(plan, config, args, shutil.disk_usage(existing).free), sep="\n")
+    if args.kernel:
+        print(f"kernels    planned with PyTorch's, not with --kernel {' '.join(args.kernel)}")
     if not plan.fits:
         found = nearest_fit(config, args, plan)
         if found:

@@ -18,6 +18,7 @@ from qwen3_trn.config import Qwen3Config, TrainConfig
 from qwen3_trn.data import PackedData, PackedSource
 from qwen3_trn.device import Device
 from qwen3_trn.errors import UserError
+from qwen3_trn.kernels.registry import uses_default
 from qwen3_trn.launch import print0
 from qwen3_trn.sources import Source, find_sources
 from qwen3_trn.stream import StreamedSource
@@ -132,7 +133,7 @@ def use_equal_groups(args: TrainConfig, config: Qwen3Config, device: Device) -> 
 
     Raises UserError if so and --moe-capacity does not say how large the shares are.
     """
-    if not config.num_experts:
+    if not config.num_experts or not uses_default("moe_experts"):
         return False
     widths = config.hidden_size, config.moe_intermediate_size // (args.tp if args.ep == 1 else 1)
     # torch._grouped_mm takes rows of whole 16 bytes; the loop that stands in for it asks the host for sizes.

@@ -84,7 +84,7 @@ def run_layer(op, inputs: Inputs, expert_ids: Tensor, out_grad: Tensor) -> dict[
     leaves = Inputs(*(tensor.detach().clone().requires_grad_() for tensor in inputs))
     slots = assign_slots(expert_ids, inputs.gate_proj.shape[0], 128)
     y, _, _ = op(leaves.x, *slots, leaves.gate_proj, leaves.up_proj, leaves.down_proj)
-    out = combine(y, leaves.weights, slots)
+    out = combine(y, leaves.weights, *slots[:2])
     out.backward(out_grad.to(out.dtype))
     return {"out": out.detach()} | {name: leaf.grad for name, leaf in leaves._asdict().items()}
 

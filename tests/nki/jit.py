@@ -93,7 +93,8 @@ def _input(arg):
         return arg
     check(arg.dtype in DTYPES and arg.device.type == "cpu", f"an argument is {arg.dtype} on {arg.device}")
     values = arg.detach().float() if arg.dtype == torch.bfloat16 else arg.detach()
-    values = values.contiguous().numpy().reshape(-1)
+    # A copy: NumPy keeps the memory that it shares, and FSDP could not free its gathered weights any more.
+    values = values.clone(memory_format=torch.contiguous_format).numpy().reshape(-1)
     return whole(Buffer("input", tuple(arg.shape), DTYPES[arg.dtype], values))
 
 

@@ -451,6 +451,8 @@ def examine(report: str | None = None) -> None:
     """
     if report and not Path(report).absolute().parent.is_dir():
         raise UserError(f"--report {report}: the folder does not exist; make it, or name another file.")
+    if report and Path(report).is_dir():
+        raise UserError(f"--report {report} is a folder; name a file.")
     store = launch.store()
     findings = []
     for finding in find_all():

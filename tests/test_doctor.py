@@ -208,6 +208,12 @@ def test_speed_is_a_share_of_the_peak_and_a_wrong_product_is_an_error(monkeypatc
 # -------------------------------------------------------------------------------------------------- all together
 
 
+@pytest.mark.parametrize(("report", "words"), [("", "is a folder"), ("none/report.json", "the folder does not exist")])
+def test_a_report_that_cannot_be_written_is_told_first(report, words, tmp_path):
+    with pytest.raises(UserError, match=words):
+        doctor.examine(str(tmp_path / report))
+
+
 def test_exit_code_and_report(tmp_path, capsys):
     good, bad = Finding("warning", "disk", "full", "tidy up"), Finding("error", "matmul", "wrong", "", "the traceback")
     report = tmp_path / "report.json"

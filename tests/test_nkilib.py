@@ -348,7 +348,7 @@ def run_experts(op, tensors: dict[str, Tensor], expert_ids: Tensor, weights: Ten
     slots = moe.assign_slots(expert_ids, leaves["gate_proj"].shape[0], 128)
     x, *projections = leaves.values()
     y, gate, up = op(x, *slots, *projections)
-    out = moe.combine(y, weights, slots)
+    out = moe.combine(y, weights, *slots[:2])
     out.backward(out_grad.to(out.dtype))
     used = slots.choice_of_slot < expert_ids.numel()
     outputs = {"out": out, "y": y[used], "gate": gate[used], "up": up[used]}

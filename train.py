@@ -365,8 +365,11 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
             losses, router = compute()
             grad_norm = clip_grad_norm_(model.parameters(), args.max_grad_norm, ep_enabled=args.ep > 1)
             values = read_step(losses, grad_norm, router)
-        for change in guard.changes():
-            print0(f"warning: step {step} ran a new shape, which {device.type} had to compile: {change}")
+        if changes := guard.changes():
+            first = ", ".join(changes[:3])
+            print0(
+                f"warning: step {step} ran {len(changes)} new shapes, which {device.type} had to compile: {first} ..."
+            )
         if args.moe_capacity:
             state["dropped_choices"] += values.get("dropped_choices", 0)
         if step == 1 and pretrained and args.load_check:

@@ -97,6 +97,29 @@ def test_any_number_of_ranks_sees_the_same_rows_from_any_step_on(data, kind):
         assert read_order(data[kind], range(begin, 80, 8), num_ranks) == whole[begin:]
 
 
+@pytest.mark.slow
+def test_launches_on_1_2_and_4_ranks_train_on_the_same_rows(data, tmp_path):
+    """And a run that goes on after 3 of its 6 steps, which are more than an epoch, on another number of ranks."""
+
+    def run(name: str, ranks: int, *flags) -> dict[int, str]:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        command = ["tests/run_rows.py", folder, "--out", folder / "run", "--data", *data["chat"], *flags]
+        command += ["--seq-len", 64, "--global-batch-size", 8, "--no-export"]
+        succeeded(run_python(*command, ranks=ranks, QWEN3_TRN_CACHE=str(tmp_path / "cache")))
+        found = [json.loads((folder / f"rows_{rank}.json").read_text()) for rank in range(max(ranks, 1))]
+        together = {int(place): row for rows in found for place, row in rows.items()}
+        assert len(together) == sum(map(len, found))  # no row twice
+        return together
+
+    whole = run("one", 0, "--steps", 6)
+    assert sorted(whole) == list(range(48)) and open_data(data["chat"]).rows_per_epoch < 40
+    assert run("two", 2, "--steps", 6) == whole
+    first = run("four", 4, "--steps", 3, "--micro-batch-size", 1)
+    assert first | run("four", 2, "--init", "resume", "--steps", 6, "--micro-batch-size", 2) == whole
+    assert sorted(first) == list(range(24))
+
+
 @pytest.mark.parametrize("kind", ["text", "chat", "stream"])
 def test_epochs_differ_in_order_and_hold_the_same(data, kind):
     opened = open_data(data[kind])

@@ -257,7 +257,9 @@ def test_all_compile_without_a_break(monkeypatch, model, batch):
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(compiled, eager, strict=True))
 
 
-@pytest.mark.parametrize("documents", [[0] * 7, [3, 3, 4, 4, 4, -1, -1], [0, 1, 2, 3, 4, 5, 6], [5, 5, 0, 0, 5, 5, 0]])
+@pytest.mark.parametrize(
+    "documents", [[0] + [1] * 6, [3, 3, 4, 4, 4, -1, -1], [0, 1, 2, 3, 4, 5, 6], [5, 5, 0, 0, 5, 5, 0]]
+)
 def test_first_keys_say_what_the_mask_says(documents):
     found = first_keys(torch.tensor([documents, [0] * 7]))
     places = torch.arange(7)
@@ -459,7 +461,7 @@ def test_the_plan_says_that_it_knows_no_kernels(capsys):
 def wide_config() -> dict:
     """The miniature in the least width that the NKI kernels take."""
     raw = json.loads((TINY / "config.json").read_text())
-    raw |= {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2}
+    raw |= {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 3}
     return raw | {"num_hidden_layers": 1}
 
 

@@ -265,7 +265,7 @@ def first_keys(document_ids: Tensor) -> Tensor:
     With it a kernel can mask documents without a [T, T] mask: query t sees keys first_keys[t] to t.
     """
     length = document_ids.shape[1]
-    begins = document_ids != F.pad(document_ids[:, :-1], (1, 0), value=PADDING_DOCUMENT - 1)
+    begins = document_ids != F.pad(document_ids[:, :-1], (1, 0))
     first = torch.arange(length, device=document_ids.device, dtype=torch.int32) * begins.int()
     # A running maximum in log2(T) steps; torch.cummax would also return 64-bit indices.
     step = 1

@@ -23,7 +23,7 @@ from qwen3_trn.kernels.check import check_kernels, check_needs, make_inputs
 from qwen3_trn.loss import linear_cross_entropy
 from qwen3_trn.model import attention, document_mask, first_keys, rms_norm
 from qwen3_trn.parallel import wrap_forward
-from tests.common import REPO, TINY, in_process, tiny_config, write_config
+from tests.common import REPO, TINY, in_process, run_python, succeeded, tiny_config, write_config
 
 DEFAULTS = {
     "attention": attention,
@@ -36,8 +36,10 @@ DEFAULTS = {
 
 
 @pytest.fixture(autouse=True)
-def only_here(cache):
-    """What a test chooses ends with it."""
+def only_here(cache, monkeypatch):
+    """What a test chooses ends with it. Samples are short."""
+    monkeypatch.setattr(evaluate, "NEW_TOKENS", 2)
+    monkeypatch.setattr(evaluate, "SAMPLE_LENGTHS", 2)
     yield
     registry.choose([])
 
@@ -255,7 +257,9 @@ def test_all_compile_without_a_break(monkeypatch, model, batch):
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(compiled, eager, strict=True))
 
 
-@pytest.mark.parametrize("documents", [[0] * 7, [3, 3, 4, 4, 4, -1, -1], [0, 1, 2, 3, 4, 5, 6], [5, 5, 0, 0, 5, 5, 0]])
+@pytest.mark.parametrize(
+    "documents", [[0] + [1] * 6, [3, 3, 4, 4, 4, -1, -1], [0, 1, 2, 3, 4, 5, 6], [5, 5, 0, 0, 5, 5, 0]]
+)
 def test_first_keys_say_what_the_mask_says(documents):
     found = first_keys(torch.tensor([documents, [0] * 7]))
     places = torch.arange(7)
@@ -416,16 +420,54 @@ def test_attention_that_sees_other_documents_is_refused(tmp_path, monkeypatch, u
         in_process(monkeypatch, tmp_path / "run", *SHORT, "--kernel", "attention=my_kernels:attention")
 
 
+PLAIN_TENSORS = """
+from torch import Tensor
+from qwen3_trn.kernels import registry
+from qwen3_trn.model import document_mask
+
+def override(op):
+    def function(*args):
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        assert all(type(tensor) is Tensor for tensor in tensors), (op, tensors)
+        if op == "attention" and args[3] is not None:
+            args = *args[:3], document_mask(args[3])
+        return registry.default_of(op)(*args)
+    return function
+
+attention, rms_norm, linear_cross_entropy = map(override, ("attention", "rms_norm", "linear_cross_entropy"))
+router, moe_experts, moe_combine = map(override, ("router", "moe_experts", "moe_combine"))
+wrong = lambda *args: router(*args) if launch.RANK == 0 else (router(*args)[0] * 2, router(*args)[1])
+"""
+
+
+def test_tensor_parallel_ranks_give_kernels_plain_tensors(tmp_path, user_module):
+    """All six, which compute the default; then one that is wrong on the second rank stops both."""
+    user_module("from qwen3_trn import launch\n" + PLAIN_TENSORS)
+    kernels = [f"{op}=my_kernels:{op}" for op in DEFAULTS]
+    flags = (REPO / "train.py", *SHORT, "--tp", 2, "--check-kernels", "--kernel")
+    paths = {"PYTHONPATH": f"{REPO}:{tmp_path / 'elsewhere'}"}
+    said = succeeded(run_python(*flags, *kernels, "--out", tmp_path / "run", ranks=2, **paths))
+    assert len(re.findall(r"checked .*: output 0 0.0e\+00, ", said)) == 7
+    result = run_python(*flags, "router=my_kernels:wrong", "--out", tmp_path / "wrong", ranks=2, **paths)
+    assert result.returncode == 1 and "--kernel router=my_kernels:wrong computes something else" in result.stderr
+    assert "(rank 1)" in result.stderr
+
+
 def test_the_plan_says_that_it_knows_no_kernels(capsys):
     plan.print_plan(parse_args(["--plan", "--kernel", "rms_norm=a:b", "--seq-len", "32"]))
     assert "kernels    planned with PyTorch's, not with --kernel rms_norm=a:b\n" in capsys.readouterr().out
 
 
-def wide_model(folder):
+def wide_config() -> dict:
     """The miniature in the least width that the NKI kernels take."""
     raw = json.loads((TINY / "config.json").read_text())
-    raw |= {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2}
-    write_config(folder, raw | {"num_hidden_layers": 1})
+    raw |= {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 3}
+    return raw | {"num_hidden_layers": 1}
+
+
+def wide_model(folder):
+    """A folder with it and the miniature's tokenizer."""
+    write_config(folder, wide_config())
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((TINY / name).read_bytes())
     return folder
@@ -434,8 +476,6 @@ def wide_model(folder):
 def test_a_run_with_the_nki_kernels_has_the_defaults_losses(tmp_path, monkeypatch, interpreted, capsys):
     """Five steps and the export; and three steps, then two more by the settings of the run's folder."""
     monkeypatch.setattr(Device, "expert_block", 128)
-    monkeypatch.setattr(evaluate, "NEW_TOKENS", 2)
-    monkeypatch.setattr(evaluate, "SAMPLE_LENGTHS", 2)
     flags = ("--model", wide_model(tmp_path / "model"), "--seq-len", 32, "--global-batch-size", 1)
     flags = (*flags, "--lr", "1e-2", "--schedule", "constant", "--warmup-steps", 0)
     plain = in_process(monkeypatch, tmp_path / "plain", *flags, "--steps", 5, "--no-export")
@@ -454,6 +494,18 @@ def test_a_run_with_the_nki_kernels_has_the_defaults_losses(tmp_path, monkeypatc
     resumed = in_process(monkeypatch, tmp_path / "stopped", "--init", "resume", "--steps", 5)
     assert "kernels    moe_experts: nki; the rest PyTorch's\n" in capsys.readouterr().out
     assert [r["loss"] for r in resumed] == [r["loss"] for r in found]
+
+
+def test_selective_recomputation_keeps_what_the_nki_kernels_return(interpreted):
+    """As it keeps what the default returns: their forward runs once."""
+    if not interpreted:
+        pytest.skip("AWS's simulator does not count launches")
+    (arguments,) = inputs_of(wide_config(), block=128)("moe_experts")
+    registry.choose(["moe_experts=nki"])
+    x = arguments[0].requires_grad_()
+    with tests.nki.record() as r:
+        wrap_forward(moe.run_experts, "selective", None)(x, *arguments[1:])[0].sum().backward()
+    assert len(r.launches) == 3  # forward, backward, the sum of backward
 
 
 def test_nki_kernels_refuse_what_they_cannot_take(tmp_path, monkeypatch, interpreted):

@@ -13,6 +13,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -100,7 +101,7 @@ def choose(specs: Sequence[str]) -> list[str]:
         alternatives = _known(op)
         if op in chosen:
             raise UserError(f"--kernel names {op} twice: {chosen[op].name} and {name}. Remove one.")
-        if ":" in name:
+        if re.fullmatch(r"\w+(\.\w+)*:\w+", name):
             kernel = Alternative(name, lambda: None, lambda *args: None)
         elif name in alternatives:
             kernel = alternatives[name]

@@ -39,12 +39,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x_float, (x.shape[-1],), eps=eps).to(x.dtype) * weight
 
 
-@operation("attention", "q k v first_keys")
+@operation("attention", "q k v mask")
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Softmax of q k^T / sqrt(D), causal, times v; fewer key heads than query heads serve as many queries each.
 
     q: [B, Q, T, D], k and v: [B, K, T, D]; mask: [B, 1, T, T] bool, True where a query sees a key, or None for plain
-    causal. Returns [B, Q, T, D]. An override gets `first_keys` in the place of the mask, or None.
+    causal. Returns [B, Q, T, D]. As mask an override gets `first_keys`, or None.
     """
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
 

@@ -92,7 +92,8 @@ REFUSED = {
     "rms_norm=not_there:f": "importing not_there fails: No module named 'not_there'.*PYTHONPATH",
     "rms_norm=my_kernels.part:f": "importing my_kernels.part fails",
     "rms_norm=my_kernels:f": r"'f' in .*my_kernels.py has nothing of this name",
-    "rms_norm=my_kernels:": r"'' in .*my_kernels.py has nothing of this name",
+    "rms_norm=my_kernels:": "there is no kernel 'my_kernels:' for rms_norm.*package.module:function",
+    "rms_norm=.my_kernels:f": "there is no kernel '.my_kernels:f' for rms_norm",
     "rms_norm=my_kernels:number": "'number' in .*my_kernels.py is a int, expected a function",
     "rms_norm=my_kernels:short": r"it takes \(x, weight\); rms_norm is called with \(x, weight, eps\)",
     "rms_norm=my_kernels:swapped": r"it takes \(weight, x, eps\); rms_norm is called with \(x, weight, eps\)",
@@ -413,7 +414,7 @@ def test_a_wrong_kernel_stops_the_run_before_it_begins(tmp_path, monkeypatch, us
 def test_attention_that_sees_other_documents_is_refused(tmp_path, monkeypatch, user_module):
     user_module(
         "import torch.nn.functional as F\n"
-        "def attention(q, k, v, first_keys):\n"
+        "def attention(q, k, v, mask):\n"
         "    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)\n"
     )
     with pytest.raises(UserError, match="documents in one row see each other"):

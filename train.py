@@ -250,7 +250,7 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
     inputs_of = partial(make_inputs, config, args, dims, device.expert_block, compute_dtype)
     check_needs(partial(inputs_of, micro_batch_size, args.seq_len, "meta"))
     if args.check_kernels:
-        kernels += check_kernels(partial(inputs_of, 1, min(args.seq_len, CHECK_TOKENS), device.torch_device))
+        kernels += check_kernels(partial(inputs_of, 2, min(args.seq_len, CHECK_TOKENS), device.torch_device))
     pretrained = args.init != "random" and not resumed
     if pretrained:
         weights = hf.HFFolder(model_folder)

@@ -2,7 +2,7 @@
 
 inputs_of = partial(make_inputs, config, args, dims, device.expert_block, dtype)
 check_needs(partial(inputs_of, micro_batch_size, args.seq_len, "meta"))              # allocates nothing
-lines = check_kernels(partial(inputs_of, 1, CHECK_TOKENS, device.torch_device))      # --check-kernels
+lines = check_kernels(partial(inputs_of, 2, CHECK_TOKENS, device.torch_device))      # --check-kernels
 """
 
 from collections.abc import Callable
@@ -16,12 +16,13 @@ from qwen3_trn import launch, moe
 from qwen3_trn.config import Qwen3Config, TrainConfig
 from qwen3_trn.errors import UserError
 from qwen3_trn.kernels import registry
+from qwen3_trn.loss import IGNORE_INDEX
 from qwen3_trn.model import document_mask, first_keys
 from qwen3_trn.titan import ParallelDims
 
 Arguments = tuple[Any, ...]  # of an operation
 
-CHECK_TOKENS = 512  # that --check-kernels computes on, unless --seq-len is less
+CHECK_TOKENS = 512  # of each row that --check-kernels computes on, unless --seq-len is less
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}  # of a tensor's largest value, by the dtype of the inputs
 
 
@@ -61,6 +62,7 @@ def make_inputs(
         return [(normal(*shape), normal(shape[-1]), config.rms_norm_eps) for shape in shapes]
     if op == "linear_cross_entropy":
         labels = torch.randint(config.vocab_size, (num_rows * seq_len,), generator=generator, dtype=torch.int32)
+        labels[::3] = IGNORE_INDEX
         weight = normal(config.vocab_size // tp, hidden, std=hidden**-0.5)
         group = dims.get_mesh("tp").get_group() if dims.tp_enabled else None
         return [(normal(num_rows * seq_len, hidden), weight, labels.to(device), group)]
@@ -102,7 +104,11 @@ def check_kernels(inputs_of: Callable[[str], list[Arguments]]) -> list[str]:
     for op, override in registry.overrides().items():
         for arguments in inputs_of(op):
             tolerance = max(TOLERANCE[argument.dtype] for argument in arguments if _is_float(argument))
-            found = _compute(op, override.function, arguments)
+            try:
+                found = _compute(op, override.function, arguments)
+            except Exception as error:
+                error.add_note(f"In --kernel {op}={override.name}, on the small input of --check-kernels.")
+                raise
             expected = _compute(op, registry.default_of(op), _default_arguments(op, arguments))
             differences = {name: _difference(found.get(name), tensor) for name, tensor in expected.items()}
             text = ", ".join(f"{name} {difference:.1e}" for name, difference in differences.items())
@@ -133,19 +139,27 @@ def _default_arguments(op: str, arguments: Arguments) -> Arguments:
 
 
 def _compute(op: str, function: Callable, arguments: Arguments) -> dict[str, Tensor]:
-    """By name, what `function` returns and the gradients of its floating-point arguments, for a random gradient."""
-    leaves = [a.detach().clone().requires_grad_() if _is_float(a) else a for a in arguments]
+    """By name, what `function` returns and the gradients of its floating-point arguments, for a random gradient.
+
+    Nothing if it does not return tensors. Raises UserError if it changes an argument, which others read too.
+    """
+    names = registry.parameters_of(op)
+    leaves = [a.detach().clone().requires_grad_(_is_float(a)) if isinstance(a, Tensor) else a for a in arguments]
     outputs = function(*leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    if not all(isinstance(output, Tensor) for output in outputs) or (op == "moe_experts" and len(outputs) != 3):
+        return {}
     if op == "moe_experts":  # of what it returns only y's rows with a token are defined
         choice_of_slot, slot_of_choice = arguments[1:3]
         (rows,) = torch.where(choice_of_slot < slot_of_choice.numel())
-        outputs = outputs[0][rows]
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        outputs = (outputs[0][rows],)
     generator = torch.Generator().manual_seed(1)
     for output in outputs:
         if output.requires_grad:
             output.backward(torch.randn(output.shape, generator=generator).to(output), retain_graph=True)
-    names = registry.parameters_of(op)
+    for name, leaf, argument in zip(names, leaves, arguments, strict=True):
+        if isinstance(argument, Tensor) and not torch.equal(leaf.detach(), argument):
+            raise UserError(f"--kernel {op}=... changes its argument {name}, which others read too. Work on a copy.")
     found = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
     grads = ((name, leaf.grad) for name, leaf in zip(names, leaves, strict=True) if _is_float(leaf))
     return found | {f"gradient of {name}": grad for name, grad in grads if grad is not None}

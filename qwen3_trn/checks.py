@@ -68,7 +68,8 @@ def check_document_mask(
     if abs(after - before) > (1e-5 if dtype == torch.float32 else 5e-4) * abs(before):  # nan is told of elsewhere
         raise UserError(
             f"documents in one row see each other: the loss of one went from {before} to {after} when the other "
-            "changed. The attention that was chosen does not mask documents; use --no-pack."
+            "changed. The attention that was chosen does not mask documents, or a --kernel changes what it is given. "
+            "Use --no-pack for the one, PyTorch's for the other."
         )
 
 

@@ -492,6 +492,11 @@ def parse_args(argv: list[str]) -> TrainConfig:
 
     With --init resume, the settings that are not given come from the run's own config.toml.
     """
+    flags = [argument.split("=")[0].replace("_", "-") for argument in argv if argument.startswith("--")]
+    for setting in fields(TrainConfig):
+        flag = f"--{setting.name.replace('_', '-')}"
+        if isinstance(setting.default, tuple) and flags.count(flag) > 1:
+            raise UserError(f"{flag} is given {flags.count(flag)} times; put all values after one {flag}.")
     args = _parse(argv)
     if args.init != "resume" or args.out is None:
         return args

@@ -510,3 +510,10 @@ def test_sizes(text, expected):
 def test_what_is_not_a_size(text):
     with pytest.raises(UserError, match="size"):
         parse_size(text)
+
+
+@pytest.mark.parametrize("flag", ["--kernel", "--data", "--eval-data", "--eval_data", "--prompts"])
+def test_a_list_is_given_once(flag):
+    """argparse would keep the last one, and say nothing."""
+    with pytest.raises(UserError, match=f"{flag.replace('_', '-')} is given 2 times; put all values after one"):
+        parse_args([flag, "a=b", "--steps", "3", f"{flag}=c=d"])

@@ -151,7 +151,7 @@ def test_a_mask_that_does_not_part_documents_is_found(monkeypatch, name, dtype):
     document_mask = model.document_mask
     with monkeypatch.context() as patch:
         patch.setattr(model, "document_mask", lambda document_ids: document_mask(torch.zeros_like(document_ids)))
-        with pytest.raises(UserError, match=r"documents in one row see each other.*use --no-pack"):
+        with pytest.raises(UserError, match=r"documents in one row see each other.*Use --no-pack"):
             check()
     with monkeypatch.context() as patch:  # it leaks by one token at the border
         patch.setattr(model, "document_mask", lambda ids: document_mask(torch.cat((ids[:, :1], ids[:, :-1]), 1)))

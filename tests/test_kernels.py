@@ -411,6 +411,45 @@ def test_a_wrong_kernel_stops_the_run_before_it_begins(tmp_path, monkeypatch, us
     assert not (tmp_path / "run").exists()
 
 
+DEFAULT = "from qwen3_trn.kernels import registry\n"
+MISTAKES = {
+    "rms_norm": ("x.data.zero_()\n    return x * weight", r"rms_norm=... changes its argument x, which others read"),
+    "linear_cross_entropy": (
+        "labels.fill_(5)\n    return registry.default_of('linear_cross_entropy')(hidden, weight, labels, group)",
+        "changes its argument labels",
+    ),
+    "router": ("return None", r"computes something else than PyTorch's router.*output 0 inf"),
+    "attention": (  # row 0's keys for every row
+        "return registry.default_of('attention')(q, k[:1].expand_as(k), v[:1].expand_as(v), None)",
+        "computes something else than PyTorch's attention",
+    ),
+    "moe_experts": (
+        "return registry.default_of('moe_experts')(x, choice_of_slot, slot_of_choice, group_ends, gate_proj, up_proj, "
+        "down_proj)[:1]",
+        "output 0 inf",
+    ),
+}
+
+
+@pytest.mark.parametrize("op", MISTAKES)
+def test_the_check_finds_common_mistakes(op, tmp_path, monkeypatch, user_module):
+    body, message = MISTAKES[op]
+    parameters = ", ".join(registry.parameters_of(op)).replace("first_keys", "mask")
+    user_module(f"{DEFAULT}def kernel({parameters}):\n    {body}\n")
+    flags = ("--no-pack", "--kernel", f"{op}=my_kernels:kernel", "--check-kernels")
+    with pytest.raises(UserError, match=message):
+        in_process(monkeypatch, tmp_path / "run", *SHORT, *flags)
+
+
+def test_an_exception_in_the_check_names_the_kernel(tmp_path, monkeypatch, user_module):
+    user_module("def rms_norm(x, weight, eps):\n    return x / 0 // None\n")
+    with pytest.raises(TypeError) as caught:
+        in_process(monkeypatch, tmp_path / "run", *SHORT, "--kernel", "rms_norm=my_kernels:rms_norm", "--check-kernels")
+    assert caught.value.__notes__ == [
+        "In --kernel rms_norm=my_kernels:rms_norm, on the small input of --check-kernels."
+    ]
+
+
 def test_attention_that_sees_other_documents_is_refused(tmp_path, monkeypatch, user_module):
     user_module(
         "import torch.nn.functional as F\n"

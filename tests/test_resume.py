@@ -266,13 +266,13 @@ def test_what_must_not_change(random_folder, cache, tmp_path, monkeypatch):
     for path in TINY.iterdir():
         if path.is_file():
             (model / path.name).write_bytes(path.read_bytes())
-    flags = [*RUN, "--steps", 2, "--data", data, "--model", model]
-    in_process(monkeypatch, out, *flags)
+    flags = [*RUN, "--model", model]
+    in_process(monkeypatch, out, *flags, "--steps", 2, "--data", data)
     before = numbers(out)
 
-    def refused(*changes, message):
+    def refused(*changes, message, data=data):
         with pytest.raises(UserError, match="cannot be gone on with") as error:
-            in_process(monkeypatch, out, *flags, "--resume", "auto", "--steps", 3, *changes)
+            in_process(monkeypatch, out, *flags, "--resume", "auto", "--steps", 3, "--data", data, *changes)
         assert message in str(error.value)
         assert numbers(out) == before
 
@@ -280,7 +280,7 @@ def test_what_must_not_change(random_folder, cache, tmp_path, monkeypatch):
     refused("--seq-len", 16, message="--seq-len was 32 and is 16")
     other = tmp_path / "b.txt"
     other.write_text("Four, five, six. " * 300)
-    refused("--data", other, message=f"--data was {data} and is {other}")
+    refused(data=other, message=f"--data was {data} and is {other}")
     edit_json(model / "config.json", rope_theta=10.0)
     refused(message="the model's config.json is another than that in")
     edit_json(model / "config.json", rope_theta=json.loads((TINY / "config.json").read_text())["rope_theta"])

@@ -274,19 +274,20 @@ def test_settings_come_back_with_init_resume(data, tmp_path, monkeypatch):
 
 
 def test_what_must_not_change_about_conversations(data, tmp_path, monkeypatch):
-    flags = [*RUN, "--steps", 1, "--data", *data["chat"]]
-    in_process(monkeypatch, tmp_path / "run", *flags)
+    chats = ["--data", *data["chat"]]
+    in_process(monkeypatch, tmp_path / "run", *RUN, *chats, "--steps", 1)
     for change, message in (
-        (["--train-on", "last"], "train_on of the data was assistant and is last"),
-        (["--no-pack"], "pack of the data was True and is False"),
-        (["--long", "truncate"], "long of the data was drop and is truncate"),
-        (["--stream"], "has changed: --stream was False and is True. Restore it"),
+        ([*chats, "--train-on", "last"], "train_on of the data was assistant and is last"),
+        ([*chats, "--no-pack"], "pack of the data was True and is False"),
+        ([*chats, "--long", "truncate"], "long of the data was drop and is truncate"),
+        ([*chats, "--stream"], "has changed: --stream was False and is True. Restore it"),
         (["--data", *data["mix"]], "weights of the data was 1 and is 0.3, 0.7"),
     ):
         with pytest.raises(UserError, match="cannot be gone on with") as error:
-            in_process(monkeypatch, tmp_path / "run", *flags, "--resume", "must", "--steps", 2, *change)
+            in_process(monkeypatch, tmp_path / "run", *RUN, "--resume", "must", "--steps", 2, *change)
         assert message in str(error.value)
-    in_process(monkeypatch, tmp_path / "run", *flags, "--resume", "must", "--steps", 2, "--eval-data", *data["text"])
+    flags = [*RUN, *chats, "--resume", "must", "--steps", 2]
+    in_process(monkeypatch, tmp_path / "run", *flags, "--eval-data", *data["text"])
 
 
 # ------------------------------------------------------------------------------------------------- bad input

@@ -88,6 +88,33 @@ def _slices(
     return count_slices(hidden, intermediate, choice_of_slot.shape[0], num_experts, x.itemsize, bytes_of)
 
 
+def needs_cores() -> str | None:
+    """Why the launch, on the cores of a logical core, cannot be; None if it can."""
+    lnc = os.environ.get("NEURON_LOGICAL_NC_CONFIG", "2")
+    if lnc != str(NUM_CORES):
+        return f"NEURON_LOGICAL_NC_CONFIG={lnc}; the kernels run on logical cores of {NUM_CORES} NeuronCores"
+    return None
+
+
+def needs_shapes(choice_of_slot: Tensor, gate_proj: Tensor, multiple: int) -> str | None:
+    """Why slots or widths do not fit kernels that take tiles of rows and `multiple` columns; None if they do."""
+    if choice_of_slot.shape[0] % TILE:
+        return f"{choice_of_slot.shape[0]} slots; expected a multiple of {TILE}: assign_slots(..., block={TILE})"
+    _, intermediate, hidden = gate_proj.shape
+    for name, size in (("hidden_size", hidden), ("moe_intermediate_size (of this rank)", intermediate)):
+        if size % multiple:
+            return f"{name} {size}; expected a multiple of {multiple}"
+    return None
+
+
+def import_failed(what: str, packages: str, error: ImportError) -> UserError:
+    """What to say where AWS's packages are missing, or a placeholder is in their place."""
+    return UserError(
+        f"{what} need AWS's packages {packages}: {error}. They come from AWS's Neuron index; those of the same names "
+        "elsewhere are placeholders."
+    )
+
+
 def supports(
     x: Tensor,
     choice_of_slot: Tensor,
@@ -98,21 +125,17 @@ def supports(
     down_proj: Tensor,
 ) -> str | None:
     """Why the kernels cannot take these arguments of `moe_experts` (meta tensors do), or None if they can."""
-    _, intermediate, hidden = gate_proj.shape
-    lnc = os.environ.get("NEURON_LOGICAL_NC_CONFIG", "2")
-    if lnc != str(NUM_CORES):
-        return f"NEURON_LOGICAL_NC_CONFIG={lnc}; the kernels run on logical cores of {NUM_CORES} NeuronCores"
+    hidden = gate_proj.shape[2]
+    if reason := needs_cores():
+        return reason
     if x.dtype not in (torch.bfloat16, torch.float32):
         return f"dtype {x.dtype}; the kernels compute in bfloat16 or float32"
     if any(weight.dtype != x.dtype for weight in (gate_proj, up_proj, down_proj)):
         return f"weights of dtype {gate_proj.dtype}, {up_proj.dtype}, {down_proj.dtype} with tokens of {x.dtype}"
     if choice_of_slot.dtype != torch.int32:
         return f"slots of dtype {choice_of_slot.dtype}; expected int32"
-    if choice_of_slot.shape[0] % TILE:
-        return f"{choice_of_slot.shape[0]} slots; expected a multiple of {TILE}: assign_slots(..., block={TILE})"
-    for name, size in (("hidden_size", hidden), ("moe_intermediate_size (of this rank)", intermediate)):
-        if size % STEP:
-            return f"{name} {size}; expected a multiple of {STEP}"
+    if reason := needs_shapes(choice_of_slot, gate_proj, STEP):
+        return reason
     num_tokens, k = slot_of_choice.shape
     if sum_bytes(hidden, k, num_tokens, x.itemsize) > SBUF_BYTES:
         return f"{num_tokens} tokens with {k} choices: their sum does not fit into {SBUF_BYTES // 1024} KiB of SBUF"
@@ -155,11 +178,8 @@ def _define_operations() -> None:
         from torch_neuronx import nki_op
 
         from qwen3_trn.kernels.nki_moe_kernels import experts_backward, experts_forward, sum_rows
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"the NKI kernels of moe_experts need AWS's packages torch_neuronx and nki: {error}. They come from AWS's "
-            "Neuron index; those of the same names elsewhere are placeholders."
-        ) from error
+    except ImportError as error:
+        raise import_failed("the NKI kernels of moe_experts", "torch_neuronx and nki", error) from error
 
     @nki_op("qwen3_trn::nki_moe_experts", mutates_args={})
     def forward(

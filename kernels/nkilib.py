@@ -9,14 +9,13 @@ Kernel API Reference", docstrings of aws-neuron/nki-library). Never run: nkilib 
 what the documents leave open.
 """
 
-import os
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from qwen3_trn.errors import UserError
-from qwen3_trn.kernels.nki_moe import NUM_CORES, TILE
+from qwen3_trn.kernels.nki_moe import NUM_CORES, TILE, import_failed, needs_cores, needs_shapes
+from qwen3_trn.moe import gather_rows, sum_over_choices
 
 KEYS = 512  # attention_bwd works on so many keys at a time
 MAX_HEAD_DIM = 128
@@ -24,21 +23,11 @@ MAX_HEADS = 512  # attention_cte: the most it was tested with, heads of all sequ
 SHARD = 32  # blockwise_mm_bwd: a core's share of a width is a multiple
 
 
-def _needs_machine(*tensors: Tensor) -> str | None:
-    """What both kernels want: the cores they share work on, and bfloat16, in which they multiply whatever they get."""
-    lnc = os.environ.get("NEURON_LOGICAL_NC_CONFIG", "2")
-    if lnc != str(NUM_CORES):
-        return f"NEURON_LOGICAL_NC_CONFIG={lnc}; the kernels are launched on logical cores of {NUM_CORES} NeuronCores"
+def _needs_bfloat16(*tensors: Tensor) -> str | None:
+    """Both kernels multiply in bfloat16, whatever they get."""
     if found := {str(tensor.dtype) for tensor in tensors} - {"torch.bfloat16"}:
         return f"dtype {', '.join(sorted(found))}; the kernels compute in bfloat16"
     return None
-
-
-def _import_failed(operation: str, error: ImportError) -> UserError:
-    return UserError(
-        f"nkilib's kernels of {operation} need AWS's packages torch_neuronx, nki and nkilib, of Neuron SDK 2.32 or "
-        f"later: {error}. They come from AWS's Neuron index."
-    )
 
 
 # ---------------------------------------------------------------------------------------------------------- attention
@@ -47,7 +36,7 @@ def _import_failed(operation: str, error: ImportError) -> UserError:
 def needs_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str | None:
     """Why the kernels cannot take these arguments of `attention` (meta tensors do), or None if they can."""
     batch, heads, length, head_dim = q.shape
-    if reason := _needs_machine(q, k, v):
+    if reason := needs_cores() or _needs_bfloat16(q, k, v):
         return reason
     if mask is not None and (mask.dtype != torch.int32 or mask.shape != (batch, length)):
         return f"a mask of {mask.dtype} {list(mask.shape)}; expected each query's first key, int32 {[batch, length]}"
@@ -81,7 +70,7 @@ def _define_attention() -> None:
         from nkilib.core.attention.attention_cte import attention_cte
         from torch_neuronx import nki_op
     except ImportError as error:
-        raise _import_failed("attention", error) from error
+        raise import_failed("nkilib's kernels of attention", "torch_neuronx, nki and nkilib", error) from error
 
     @nki_op("qwen3_trn::nkilib_attention", mutates_args={})
     def forward(q: Tensor, k: Tensor, v: Tensor, first_keys: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -175,15 +164,11 @@ def needs_experts(
     down_proj: Tensor,
 ) -> str | None:
     """Why the kernels cannot take these arguments of `moe_experts` (meta tensors do), or None if they can."""
-    _, intermediate, hidden = gate_proj.shape
-    if reason := _needs_machine(x, gate_proj, up_proj, down_proj):
-        return reason
-    if choice_of_slot.shape[0] % TILE:
-        return f"{choice_of_slot.shape[0]} slots; expected a multiple of {TILE}: assign_slots(..., block={TILE})"
-    for name, size in (("hidden_size", hidden), ("moe_intermediate_size (of this rank)", intermediate)):
-        if size % (NUM_CORES * SHARD):
-            return f"{name} {size}; expected a multiple of {NUM_CORES * SHARD}"
-    return None
+    return (
+        needs_cores()
+        or _needs_bfloat16(x, gate_proj, up_proj, down_proj)
+        or needs_shapes(choice_of_slot, gate_proj, NUM_CORES * SHARD)
+    )
 
 
 def block_experts(num_slots: int, group_ends: Tensor) -> Tensor:
@@ -194,11 +179,6 @@ def block_experts(num_slots: int, group_ends: Tensor) -> Tensor:
     starts = torch.arange(0, num_slots, TILE, dtype=torch.int32, device=group_ends.device)
     experts = (starts[:, None] >= group_ends).sum(1, keepdim=True, dtype=torch.int32)
     return experts.clamp(max=group_ends.shape[0] - 1)
-
-
-def _rows(x: Tensor, index: Tensor) -> Tensor:
-    """x[index] by rows, where the index x.shape[0] gives a row of zeros."""
-    return F.pad(x, (0, 0, 0, 1)).index_select(0, index)
 
 
 def _kernel_weights(gate_proj: Tensor, up_proj: Tensor, down_proj: Tensor) -> dict[str, Tensor]:
@@ -225,7 +205,7 @@ def _define_experts() -> None:
         from nkilib.experimental.moe.forward.bwmm_shard_on_H import blockwise_mm_baseline_shard_hidden
         from torch_neuronx import nki_op
     except ImportError as error:
-        raise _import_failed("moe_experts", error) from error
+        raise import_failed("nkilib's kernels of moe_experts", "torch_neuronx, nki and nkilib", error) from error
 
     @nki_op("qwen3_trn::nkilib_moe_experts", mutates_args={})
     def forward(
@@ -241,7 +221,7 @@ def _define_experts() -> None:
         num_slots, (num_experts, intermediate, _) = choice_of_slot.shape[0], gate_proj.shape
         token_of_slot = F.pad(choice_of_slot // slot_of_choice.shape[1], (0, 1), value=x.shape[0])
         y, gate_up = blockwise_mm_baseline_shard_hidden[NUM_CORES](
-            hidden_states=_rows(x, token_of_slot),  # and a last row of zeros, which it wants for padding
+            hidden_states=gather_rows(x, token_of_slot),  # and a last row of zeros, which it wants for padding
             expert_affinities_masked=x.new_ones((num_slots + 1) * num_experts, 1),
             **_kernel_weights(gate_proj, up_proj, down_proj),
             block_size=TILE,
@@ -266,7 +246,7 @@ def _define_experts() -> None:
         num_slots, num_experts = choice_of_slot.shape[0], gate_proj.shape[0]
         y_grad = y_grad.contiguous()
         slots_x_grad, _, gate_up_grad, down_grad = blockwise_mm_bwd[NUM_CORES](
-            hidden_states=_rows(x, choice_of_slot // slot_of_choice.shape[1]),
+            hidden_states=gather_rows(x, choice_of_slot // slot_of_choice.shape[1]),
             expert_affinities_masked=x.new_ones(num_slots * num_experts, 1),
             **_kernel_weights(gate_proj, up_proj, down_proj),
             gate_up_proj_act_checkpoint_T=gate_up,
@@ -278,11 +258,9 @@ def _define_experts() -> None:
             block_size=TILE,
             accumulation_dtype=nl.float32,
         )
-        x_grad = torch.zeros_like(x, dtype=torch.float32)
-        for slots in slot_of_choice.T:
-            x_grad += _rows(slots_x_grad, slots)
         gate_grad, up_grad = (grad.contiguous() for grad in gate_up_grad.permute(2, 0, 3, 1))
-        return x_grad.to(x.dtype), gate_grad, up_grad, down_grad.transpose(1, 2).contiguous()
+        x_grad = sum_over_choices(slots_x_grad, slot_of_choice)
+        return x_grad, gate_grad, up_grad, down_grad.transpose(1, 2).contiguous()
 
     @forward.register_fake
     def _(x, choice_of_slot, slot_of_choice, group_ends, gate_proj, up_proj, down_proj):

@@ -130,7 +130,11 @@ class Device:
         if self.type != "neuron":
             return "PyTorch's, with a mask for documents" if masked else "PyTorch's, causal"
         misses = [
-            *(["documents are masked (--doc-mask none or --no-pack needs no mask)"] if masked else []),
+            *(
+                ["documents are masked (--no-pack, --doc-mask none and --kernel attention=nkilib need no mask)"]
+                if masked
+                else []
+            ),
             *([f"--seq-len {seq_len} is not a multiple of 512"] if seq_len % 512 else []),
             *([f"head_dim {head_dim} is above 128"] if head_dim > 128 else []),
             *([f"{rows} rows x {num_heads} heads are above 512"] if rows * num_heads > 512 else []),

@@ -108,11 +108,23 @@ def assign_slots(
     return Slots(choice_of_slot, slot_of_choice, group_ends)
 
 
-def _gather_rows(x: Tensor, index: Tensor) -> Tensor:
+def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """x[index] by rows, where an index past the end gives a zero row. x: [R, H], index: [...] int32 -> [..., H]."""
     inside = index < x.shape[0]
     rows = x.index_select(0, torch.where(inside, index, 0).flatten()).view(*index.shape, -1)
     return torch.where(inside[..., None], rows, 0)
+
+
+def sum_over_choices(rows: Tensor, slot_of_choice: Tensor) -> Tensor:
+    """The sum of each token's rows, in fp32: a gather, where the transpose of a gather would scatter-add.
+
+    rows: [S, H], slot_of_choice: [N, k] -> [N, H] in rows' dtype.
+    """
+    sum_dtype = torch.promote_types(rows.dtype, torch.float32)
+    total = rows.new_zeros(slot_of_choice.shape[0], rows.shape[1], dtype=sum_dtype)
+    for slots in slot_of_choice.T:
+        total += gather_rows(rows, slots)
+    return total.to(rows.dtype)
 
 
 def _grouped_mm(a: Tensor, b: Tensor, group_ends: Tensor, equal_groups: bool) -> Tensor:
@@ -158,7 +170,7 @@ def moe_experts(
     An opaque operation, so that compile, meta tensors and recomputation see one node.
     """
     grouped_mm = partial(_grouped_mm, group_ends=group_ends, equal_groups=equal_groups)
-    slots_x = _gather_rows(x, choice_of_slot // slot_of_choice.shape[1])
+    slots_x = gather_rows(x, choice_of_slot // slot_of_choice.shape[1])
     gate = grouped_mm(slots_x, gate_proj.transpose(1, 2))
     up = grouped_mm(slots_x, up_proj.transpose(1, 2))
     y = grouped_mm(F.silu(gate) * up, down_proj.transpose(1, 2))
@@ -188,7 +200,7 @@ def moe_experts_backward(
     """Gradients of x, gate_proj, up_proj and down_proj; an expert without tokens gets zeros."""
     grouped_mm = partial(_grouped_mm, group_ends=group_ends, equal_groups=equal_groups)
     y_grad = y_grad.contiguous()
-    slots_x = _gather_rows(x, choice_of_slot // slot_of_choice.shape[1])
+    slots_x = gather_rows(x, choice_of_slot // slot_of_choice.shape[1])
     sigmoid = gate.sigmoid()
     silu = gate * sigmoid
     act_grad = grouped_mm(y_grad, down_proj)
@@ -198,12 +210,7 @@ def moe_experts_backward(
     gate_grad = grouped_mm(gate_out_grad.T, slots_x)
     up_grad = grouped_mm(up_out_grad.T, slots_x)
     slots_x_grad = grouped_mm(gate_out_grad, gate_proj) + grouped_mm(up_out_grad, up_proj)
-    # A token's gradient is the sum over its k slots: a gather, where the transpose of a gather would scatter-add.
-    sum_dtype = torch.promote_types(x.dtype, torch.float32)
-    x_grad = torch.zeros_like(x, dtype=sum_dtype)
-    for slots in slot_of_choice.T:
-        x_grad += _gather_rows(slots_x_grad, slots)
-    return x_grad.to(x.dtype), gate_grad, up_grad, down_grad
+    return sum_over_choices(slots_x_grad, slot_of_choice), gate_grad, up_grad, down_grad
 
 
 @moe_experts_backward.register_fake
@@ -266,17 +273,17 @@ class _Combine(torch.autograd.Function):
         ctx.save_for_backward(y, weights, choice_of_slot, slot_of_choice)
         out = torch.zeros(weights.shape[0], y.shape[1], dtype=weights.dtype, device=y.device)
         for j in range(weights.shape[1]):
-            out += weights[:, j, None] * _gather_rows(y, slot_of_choice[:, j])
+            out += weights[:, j, None] * gather_rows(y, slot_of_choice[:, j])
         return out.to(y.dtype)
 
     @staticmethod
     def backward(ctx, out_grad: Tensor):
         y, weights, choice_of_slot, slot_of_choice = ctx.saved_tensors
         k = weights.shape[1]
-        weight_of_slot = _gather_rows(weights.reshape(-1, 1), choice_of_slot)
-        y_grad = (weight_of_slot * _gather_rows(out_grad, choice_of_slot // k)).to(y.dtype)
+        weight_of_slot = gather_rows(weights.reshape(-1, 1), choice_of_slot)
+        y_grad = (weight_of_slot * gather_rows(out_grad, choice_of_slot // k)).to(y.dtype)
         out_grad = out_grad.to(weights.dtype)
-        weights_grad = [(out_grad * _gather_rows(y, slot_of_choice[:, j])).sum(-1) for j in range(k)]
+        weights_grad = [(out_grad * gather_rows(y, slot_of_choice[:, j])).sum(-1) for j in range(k)]
         return y_grad, torch.stack(weights_grad, dim=1), None, None
 
 

@@ -282,7 +282,7 @@ def test_a_full_disk_on_two_ranks(copy, cache):
         ("write_data", "step_2"),  # a rank has written its file, the others wait
         pytest.param("copy_companions", "step_2", marks=pytest.mark.slow),  # all have written
         pytest.param("publish", "step_2", marks=pytest.mark.slow),  # all is there but the name
-        ("_point_latest", "step_4"),  # the name is there, `latest` is not
+        pytest.param("_point_latest", "step_4", marks=pytest.mark.slow),  # the name is there, `latest` is not
         pytest.param("rmtree", "step_4", marks=pytest.mark.slow),  # half of an old checkpoint is gone
     ],
 )

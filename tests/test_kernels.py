@@ -480,6 +480,7 @@ wrong = lambda *args: router(*args) if launch.RANK == 0 else (router(*args)[0] *
 """
 
 
+@pytest.mark.slow
 def test_tensor_parallel_ranks_give_kernels_plain_tensors(tmp_path, user_module):
     """All six, which compute the default; then one that is wrong on the second rank stops both."""
     user_module("from qwen3_trn import launch\n" + PLAIN_TENSORS)

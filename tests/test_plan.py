@@ -117,6 +117,7 @@ def assert_working_memory(case: str, found: dict, tolerance: float) -> None:
     assert plan_of(case).working == pytest.approx(found["peak"] - found["gradients"], rel=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", THREE_SHAPES)
 def test_working_memory_is_the_allocators_peak(one_rank, case):
     assert_working_memory(case, one_rank[case], 0.02)

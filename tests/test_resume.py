@@ -415,10 +415,11 @@ def test_a_fault_that_does_not_come_back_is_not_blamed_on_the_data(cache, tmp_pa
     ("what", "message"),
     [
         ("loss", "the loss itself is not finite on rank 1; gradients are not finite in 0 parameters"),
-        (
+        pytest.param(
             "gradient",
             "the loss is finite on every rank; gradients are not finite in 1 parameters, the first of them "
             "model.layers.1.self_attn.k_proj.weight",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -117,6 +117,7 @@ def test_stop_resume_export(standin, models, token_cache, cpu_records, tmp_path)
     assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names  # tied to the end
 
 
+@pytest.mark.slow
 def test_experts_on_two_ranks(standin, token_cache, cpu_records, tmp_path):
     """Expert parallelism, eager."""
     out = tmp_path / "run"

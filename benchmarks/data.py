@@ -16,6 +16,7 @@ later tenth of the file is at most 200 MB above the most in the second tenth.
 import argparse
 import itertools
 import json
+import os
 import random
 import sys
 import tempfile
@@ -66,10 +67,12 @@ def measure_speed(name: str, records: list[dict], tokenizer_dir: Path, folder: P
     num_bytes = sum(len(text.encode()) for text in texts)
     seconds: dict[str, list[float]] = {"ours": [], "encode_batch": []}
     for attempt in range(3):
+        os.environ["TOKENIZERS_PARALLELISM"] = "true"
         started = time.perf_counter()
         for first in range(0, len(texts), 1000):
             tokenizer.backend_tokenizer.encode_batch(texts[first : first + 1000], add_special_tokens=False)
         seconds["encode_batch"].append(time.perf_counter() - started)
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as loading the tokenizer has left it
         started = time.perf_counter()
         (source,) = find_sources([str(file)])
         cache = tokenize(source, tokenizer_dir, folder / f"cache-{name}-{attempt}")

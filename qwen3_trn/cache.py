@@ -114,8 +114,8 @@ def make_cache(
     """The folder with the tokens of `source`, or of a part of it, by the settings in what `identify` returned.
 
     It holds the arrays of `TokenCache`, and meta.json with their counts and checksums; it appears only when complete.
-    A process that finds another one at the same work waits for it. `part`: PART_BYTES of the source, from there on;
-    meta.json says where the `next` part begins.
+    A process that finds another one at the same work waits for it. `part`: the fingerprint's part_bytes of the source,
+    from there on; meta.json says where the `next` part begins.
 
     Returns the folder, and what it holds, mapped: that stays, even if another process removes the folder.
     """

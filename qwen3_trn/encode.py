@@ -9,7 +9,7 @@
     END
 
 A text becomes a document of its tokens and the end-of-text token, a conversation one as the chat template renders it.
-The tokenizer has threads of its own. Templates are rendered by one core a process, beside them.
+Threads tokenize a batch each. Templates are Python's work, of which a process does one thing at a time.
 """
 
 import collections
@@ -42,9 +42,10 @@ TOKENIZER_FILES = (
     *("special_tokens_map.json", "chat_template.jinja", "chat_template.json"),
 )
 
-BATCH_BYTES = {"text": 1 << 22, "chat": 1 << 18}
+BATCH_BYTES = 1 << 20  # for each, the tokenizer takes some 14
 BYTES_A_WORKER = 1 << 24  # a process takes seconds to start; for less it does not pay
 MIN_WORKERS = 5  # one process renders as fast as the tokenizer takes it on up to four cores
+MAX_THREADS = 16  # what Python does to texts takes a sixteenth of the time
 PART_BYTES = 1 << 28  # of a source that is tokenized while it is trained on
 
 
@@ -59,6 +60,7 @@ def load_tokenizer(folder: Path):
         raise UserError(f"the tokenizer in {folder} cannot be loaded: {error!r}.") from error
     tokenizer.backend_tokenizer.no_truncation()  # a tokenizer.json can ask for both
     tokenizer.backend_tokenizer.no_padding()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its own threads would wait for Python between batches
     return tokenizer
 
 
@@ -180,22 +182,22 @@ def _encode_chats(
     )
 
 
-def _read_batches(source: Source, num_bytes: int, progress: tqdm, part: Part | None) -> Iterator[Batch]:
-    """The records of the source, or of a part, in batches of about `num_bytes`, each of one file."""
+def _read_batches(source: Source, progress: tqdm, part: Part | None, part_bytes: int) -> Iterator[Batch]:
+    """The records of the source, or of `part_bytes` of it from `part` on, in batches, each of one file."""
     begin, size_of_part, is_end = part or Part(), 0, True
     for files, name in enumerate(source.names[begin.files :], start=begin.files):
         after = (begin.lines, begin.offset) if files == begin.files else (0, 0)
         records: list[Record] = []
         size, here = 0, Part(files, *after)
         for record in read_records(name, progress, after, stream=part is not None):
-            if part and size_of_part >= PART_BYTES and is_end:
+            if part and size_of_part >= part_bytes and is_end:
                 yield Batch(name, records, here)
                 return
             records.append(record)
             size += record.size
             size_of_part += record.size
             here, is_end = Part(files, *record.read), record.is_end
-            if size > num_bytes:
+            if size > BATCH_BYTES:
                 yield Batch(name, records, here)
                 records, size = [], 0
         yield Batch(name, records, Part(files + 1) if files + 1 < len(source.names) else None)
@@ -204,10 +206,10 @@ def _read_batches(source: Source, num_bytes: int, progress: tqdm, part: Part | N
 def encode_source(
     source: Source, settings: Mapping[str, str], tokenizer_dir: Path, part: Part | None = None
 ) -> Generator[tuple[Batch, Encoded], None, None]:
-    """The documents of a source, or of PART_BYTES of it from `part` on, in order, batch by batch.
+    """The documents of a source, or those of a part of it from `part` on, in order, batch by batch.
 
-    settings: "format", text or chat, and for chat `render_batch`'s "train_on" and "mask_empty_think". Bad records come
-    with the reason. Raises UserError for a file or a tokenizer that cannot be read.
+    settings: "format", text or chat; for chat `render_batch`'s "train_on" and "mask_empty_think"; for a part its size,
+    "part_bytes". Bad records come with the reason. Raises UserError for a file or a tokenizer that cannot be read.
     """
     kind = settings["format"]
     encode: Callable[[Sequence[Record]], Encoded] = functools.partial(_encode_texts, tokenizer_dir)
@@ -215,17 +217,20 @@ def encode_source(
         train_on = cast(chat.TrainOn, settings["train_on"])
         encode = functools.partial(_encode_chats, tokenizer_dir, train_on, settings["mask_empty_think"] == "True")
     load_tokenizer(tokenizer_dir)  # its errors come first
-    num_bytes = PART_BYTES if part else sum(map(count_bytes, source.names))
-    num_workers = min(len(os.sched_getaffinity(0)), num_bytes // BYTES_A_WORKER)
+    num_bytes = int(settings["part_bytes"]) if part else sum(map(count_bytes, source.names))
+    num_cores = len(os.sched_getaffinity(0))
+    num_workers = min(num_cores, num_bytes // BYTES_A_WORKER)
     with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="Tokenizing", disable=True if part else None) as bar:
-        batches = _read_batches(source, BATCH_BYTES[kind], bar, part)
-        if kind == "text":
-            yield from ((batch, encode(batch.records)) for batch in batches)
-        elif num_workers < MIN_WORKERS:
-            with ThreadPoolExecutor(2) as threads:  # one renders while the other is in the tokenizer
-                yield from _encode_ahead(encode, batches, threads, 2)
-        else:
+        batches = _read_batches(source, bar, part, num_bytes)
+        if kind == "chat" and num_workers >= MIN_WORKERS:
             yield from _encode_in_processes(encode, batches, num_workers)
+        else:
+            num_threads = min(num_cores, MAX_THREADS)
+            threads = ThreadPoolExecutor(num_threads)
+            try:
+                yield from _encode_ahead(encode, batches, threads, num_threads)
+            finally:
+                threads.shutdown(cancel_futures=True)  # of those that nobody will take, after an error
 
 
 def _encode_ahead(
@@ -265,8 +270,6 @@ def _encode_in_processes(
 
 def _start_worker() -> None:
     """End with the parent, even where it is killed."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers themselves fill the cores
-
     parent = multiprocessing.parent_process()
     assert parent is not None, "this is not a worker"
 

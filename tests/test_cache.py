@@ -97,7 +97,7 @@ def test_long_documents_in_pieces_keep_their_tokens(tmp_path, monkeypatch, folde
     documents = ["a" + "".join(rng.choice(spaces + others, size=80)) + "a" for _ in range(100)]
     (tmp_path / "a.txt").write_text("\n<|endoftext|>\n".join(documents), newline="")
     monkeypatch.setattr(sources, "PIECE_CHARS", 10)
-    monkeypatch.setitem(encode.BATCH_BYTES, "text", 50)
+    monkeypatch.setattr(encode, "BATCH_BYTES", 50)
     assert len(list(read_records(str(tmp_path / "a.txt")))) > 2 * len(documents)
     made = tokenize(tmp_path / "a.txt", tokenizer_dir=tokenizer_dir)
     assert [document[:-1] for document in read_documents(made)] == tokenizer(documents).input_ids
@@ -146,7 +146,7 @@ CHATS = [chat_record("Hi", f"One day {number}, Mia lost her hat.", "More?", "No.
 
 @pytest.mark.parametrize("train_on", ["assistant", "last"])
 def test_conversations_are_what_chat_renders(tmp_path, monkeypatch, tokenizer, train_on):
-    monkeypatch.setitem(encode.BATCH_BYTES, "chat", 300)
+    monkeypatch.setattr(encode, "BATCH_BYTES", 300)
     made = open_cache(tokenize(write_jsonl(tmp_path / "a.jsonl", CHATS), train_on=train_on))
     chats = [to_chat(record, recognise(record)) for record in CHATS]
     expected = render_batch(tokenizer, chats, train_on)
@@ -159,7 +159,7 @@ def test_conversations_are_what_chat_renders(tmp_path, monkeypatch, tokenizer, t
 def test_worker_processes_make_the_same_cache(tmp_path, monkeypatch):
     good = write_jsonl(tmp_path / "good.jsonl", CHATS)
     bad = write_jsonl(tmp_path / "bad.jsonl", [*CHATS, chat_record("no answer"), *CHATS, chat_record("again")])
-    monkeypatch.setitem(encode.BATCH_BYTES, "chat", 1000)
+    monkeypatch.setattr(encode, "BATCH_BYTES", 1000)
     one = tokenize(good, bad, bad_records="skip")
     monkeypatch.setattr(encode, "BYTES_A_WORKER", bad.stat().st_size // 2)
     monkeypatch.setattr(encode, "MIN_WORKERS", 2)

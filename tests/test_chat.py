@@ -24,6 +24,8 @@ from qwen3_trn.chat import (
     Chat,
     Conversation,
     Pair,
+    _byte_tokens,
+    _encode,
     _fit,
     _mark_chat,
     recognise,
@@ -691,6 +693,25 @@ def test_pairs_of_strings():
     (accent,) = render_batch(tokenizer, [Pair("e", "\u0301 red")])  # the normalizer makes one letter of two
     assert supervised_text(tokenizer, accent) == [" red" + END]
     assert every.supervised.all() and supervised_text(tokenizer, every) == ["Anna has a" + END]
+
+
+@pytest.mark.parametrize("folder", ["bundled", "published"])
+def test_places_of_tokens_are_those_that_the_tokenizer_gives(monkeypatch, folder):
+    """Whether they come from the tokens' bytes or, of a text that the tokenizer changes, from itself."""
+    tokenizer = tiny() if folder == "bundled" else published()
+    parts = [*"Hello it's 12", "é", "e\u0301", "\u212b", "\u0958", "\ufa11", "日本", "😀", "👩\u200d👧", "\r\n", "\t"]
+    rng = np.random.default_rng(0)
+    texts = ["", *("".join(rng.choice([*parts, "<|im_end|>", "<think>"], size=rng.integers(30))) for _ in range(300))]
+    byte_tokens, _ = _byte_tokens(tokenizer)
+    num_by_bytes = 0
+    for text, tokens in zip(texts, _encode(tokenizer, texts), strict=True):
+        expected = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+        assert tokens.ids.tolist() == expected.ids
+        char_of_byte = [char for char, letter in enumerate(text) for _ in letter.encode()]
+        spans = zip(tokens.starts, tokens.ends, strict=True)  # in bytes: a token can be a part of a character
+        assert [(char_of_byte[start], char_of_byte[end - 1] + 1) for start, end in spans] == expected.offsets, text
+        num_by_bytes += b"".join(byte_tokens[id] for id in expected.ids) == text.encode()
+    assert 50 < num_by_bytes < 250
 
 
 def test_half_a_surrogate_pair_has_no_tokens():

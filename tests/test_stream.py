@@ -215,6 +215,15 @@ def test_a_source_that_ends_with_a_part_of_nothing(monkeypatch):
         assert stream._all_known
 
 
+def test_a_part_is_as_large_as_its_key_says(monkeypatch):
+    """Parts that are made ahead, by a thread that may outlive its run, are found by others under that key."""
+    data = write_source("jsonl")
+    expected = read_rows(open_stream(data, "other"), range(150))
+    stream = open_stream(data)
+    monkeypatch.setattr(encode, "PART_BYTES", 800)
+    assert same(read_rows(stream, range(150)), expected)
+
+
 def test_streams_mix_with_other_sources():
     (source,) = find_sources([write_lines("chats.jsonl", CHATS[:20])])
     chats = PackedSource(cache.open_cache(cache.tokenize(source, TINY, Path("cache"))), SEQ_LEN, seed=0)

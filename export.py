@@ -28,7 +28,8 @@ from qwen3_trn.errors import UserError
 from qwen3_trn.folders import new_folder
 from qwen3_trn.hf import EMBEDDING, HEAD, HFFolder
 from qwen3_trn.metrics import format_bytes, format_count
-from qwen3_trn.model import Qwen3ForCausalLM, parameter_shapes, rope_tables
+from qwen3_trn.model import Qwen3ForCausalLM, parameter_shapes
+from qwen3_trn.rope import rope_tables
 
 MODEL_CARD = """---
 library_name: transformers

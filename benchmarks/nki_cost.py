@@ -7,8 +7,9 @@ A line is an expert's share of a launch on one of the two NeuronCores of a logic
 engine; the mean of two experts, one with 16 rows fewer than `rows`, one with 16 more, as random routing gives: of 256
 rows, one has 2 tiles of 128 and one 3. The engines work side by side, so that a kernel needs at least the time of the
 busiest; waiting of one for another is not in it. Ideal is the tensor engine's time for the FLOPs of the kernel's
-matmuls at its peak: of all rows in tiles, and of the routed rows, without the tiles' padding. `sum` is the sum over the
-8 choices of 128 tokens that backward ends with; it has no ideal of matmuls: reading the rows bounds it.
+matmuls at its peak: of all rows in tiles, and of the routed rows, without the tiles' padding. The sums over choices
+have no ideal of matmuls, for moving the rows bounds them: `combine` forward and `sum`, which ends the experts'
+backward, for 128 tokens of 8 choices, and `combine` backward for a tile of slots.
 """
 
 import argparse
@@ -16,12 +17,13 @@ import argparse
 import torch
 
 import tests.nki
-from qwen3_trn.moe import assign_slots, num_slots
+from qwen3_trn.dispatch import assign_slots, num_slots
 
 tests.nki.install()
 
-from qwen3_trn.kernels import nki_moe  # noqa: E402
-from qwen3_trn.kernels.nki_moe_kernels import experts_backward, experts_forward, sum_rows  # noqa: E402
+from qwen3_trn.kernels import nki_combine, nki_moe  # noqa: E402
+from qwen3_trn.kernels.nki_combine_kernels import combine_backward, combine_forward, sum_rows  # noqa: E402
+from qwen3_trn.kernels.nki_moe_kernels import experts_backward, experts_forward  # noqa: E402
 
 MODELS = {"Qwen3-30B-A3B": (2048, 768), "Qwen3-235B-A22B": (4096, 1536)}  # H, I; both route to 8 of 128 experts
 # Rows of an expert whose ranks hold 4,096 tokens each: from the tokens of one rank, of two, of eight.
@@ -58,13 +60,29 @@ def measure_experts(model: str, rows: int) -> list[str]:
     return lines
 
 
-def measure_sum(model: str) -> str:
-    """The table's line for the sum over the choices of 256 tokens, of which each core has half."""
+def measure_sums(model: str) -> list[str]:
+    """The table's lines of the sums over choices: of 256 tokens, half on each core; backward of half of each slot."""
     hidden, _ = MODELS[model]
-    slot_of_choice = torch.randint(1024, (256, 8), dtype=torch.int32)
-    with tests.nki.record() as record:
-        sum_rows[2](random(1024, hidden), nki_moe.token_indices(slot_of_choice, 1024), torch.eye(128).bfloat16())
-    return line(model, "128", "sum", record, 1, ["", ""])
+    num_tokens, k = 256, 8
+    every = torch.arange(k, dtype=torch.int32).repeat(num_tokens, 1)
+    slots = assign_slots(every, k, nki_moe.TILE, capacity=num_tokens)  # without pads
+    num_slots = num_tokens * k
+    y, weights, identity = random(num_slots, hidden), torch.rand(num_tokens, k), torch.eye(128).bfloat16()
+    indices = nki_moe.token_tiles(slots.slot_of_choice, pad=num_slots)
+    with tests.nki.record() as forward:
+        combine_forward[2](y, indices, nki_moe.token_tiles(weights, pad=0), identity)
+    with tests.nki.record() as backward:
+        combine_backward[2](
+            random(num_tokens, hidden),
+            nki_moe.row_tiles(y),
+            nki_moe.token_ids(*slots[:2]),
+            nki_moe.slot_tiles(weights.flatten()[slots.choice_of_slot]),
+            nki_combine.count_used(slots.choice_of_slot, num_slots),
+        )
+    with tests.nki.record() as total:
+        sum_rows[2](y, indices, identity)
+    parts = {"combine forward": (forward, 1), "combine backward": (backward, num_slots // 128), "sum": (total, 1)}
+    return [line(model, "128", kernel, record, count, ["", ""]) for kernel, (record, count) in parts.items()]
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -88,7 +106,7 @@ def main() -> None:
     for model in args.model:
         for rows in args.rows:
             print(*measure_experts(model, rows), sep="\n", flush=True)
-        print(measure_sum(model), flush=True)
+        print(*measure_sums(model), sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qwen3_trn import launch, moe
+from qwen3_trn import dispatch, launch
 from qwen3_trn.config import Qwen3Config, TrainConfig
 from qwen3_trn.errors import UserError
 from qwen3_trn.kernels import registry
@@ -40,7 +40,7 @@ def make_inputs(
     """What this rank's model passes to an override of `op`, of which it may make more than one kind of call.
 
     num_rows x seq_len tokens of random values, two documents a row where args mask them; on the meta device, shapes
-    alone. block: as `moe.assign_slots` takes it. Raises UserError if the model has no such operation.
+    alone. block: as `dispatch.assign_slots` takes it. Raises UserError if the model has no such operation.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -75,9 +75,9 @@ def make_inputs(
     weights, expert_ids = registry.default_of("router")(logits, top_k, config.norm_topk_prob)
     capacity = None
     if args.moe_capacity is not None:
-        capacity = moe.expert_capacity(own_tokens, top_k, config.num_experts, args.moe_capacity, block)
+        capacity = dispatch.expert_capacity(own_tokens, top_k, config.num_experts, args.moe_capacity, block)
     expert_ids = torch.where(expert_ids < num_experts, expert_ids, num_experts)
-    slots = moe.assign_slots(expert_ids, num_experts, block, capacity)
+    slots = dispatch.assign_slots(expert_ids, num_experts, block, capacity)
     if op == "moe_combine":
         y = normal(slots.choice_of_slot.shape[0], hidden)
         return [(y, weights, slots.choice_of_slot, slots.slot_of_choice)]

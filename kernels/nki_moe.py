@@ -1,10 +1,11 @@
-"""`moe_experts` on Trainium by NKI kernels, in place of the default of qwen3_trn/moe.py, which has the same signature.
+"""`moe_experts` on Trainium by NKI kernels, in place of the default of qwen3_trn/dispatch.py, of the same signature.
 
     slots = assign_slots(expert_ids, num_experts, block=128)
     y, gate, up = nki_moe.moe_experts(x, *slots, gate_proj, up_proj, down_proj)
 
-`supports(...)` of the same arguments says why they do not fit, or None. The kernels are in nki_moe_kernels.py.
-docs/kernels.md: what they cost, and what ran where.
+`supports(...)` of the same arguments says why they do not fit, or None. The kernels are in nki_moe_kernels.py, but for
+the sum that ends backward, which is in nki_combine_kernels.py. docs/kernels.md: what they cost, and what ran where.
+nki_combine.py takes from here what all kernels of slots want.
 """
 
 import os
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from qwen3_trn import moe
+from qwen3_trn import dispatch
 from qwen3_trn.errors import UserError
 
 TILE = 128  # rows; an expert's slots are a multiple
@@ -52,7 +53,12 @@ def backward_bytes(hidden: int, width: int, itemsize: int, sliced: bool) -> int:
 
 def sum_bytes(hidden: int, k: int, num_tokens: int, itemsize: int) -> int:
     """As `forward_bytes`, of the sum over tokens' choices: k rows and their sum, an identity, and all indices."""
-    return ((k + 1) * hidden + TILE) * itemsize + 4 * k * (-(-num_tokens // TILE) + 2)
+    return ((k + 1) * hidden + TILE) * itemsize + choices_bytes(k, num_tokens)
+
+
+def choices_bytes(k: int, num_tokens: int) -> int:
+    """Of what `token_tiles` gives, 4 bytes a choice, and of a copy of a tile's."""
+    return 4 * k * (-(-num_tokens // TILE) + 2)
 
 
 def _product_bytes(hidden: int, itemsize: int, sliced: bool) -> int:
@@ -96,10 +102,20 @@ def needs_cores() -> str | None:
     return None
 
 
-def needs_shapes(choice_of_slot: Tensor, gate_proj: Tensor, multiple: int) -> str | None:
-    """Why slots or widths do not fit kernels that take tiles of rows and `multiple` columns; None if they do."""
+def needs_slots(choice_of_slot: Tensor, slot_of_choice: Tensor) -> str | None:
+    """Why slots do not fit kernels that take tiles of rows; None if they do."""
+    for indices in (choice_of_slot, slot_of_choice):
+        if indices.dtype != torch.int32:
+            return f"slots of dtype {indices.dtype}; expected int32"
     if choice_of_slot.shape[0] % TILE:
         return f"{choice_of_slot.shape[0]} slots; expected a multiple of {TILE}: assign_slots(..., block={TILE})"
+    if not (choice_of_slot.numel() and slot_of_choice.numel()):
+        return f"{choice_of_slot.shape[0]} slots for {slot_of_choice.shape[0]} tokens; expected some of both"
+    return None
+
+
+def needs_widths(gate_proj: Tensor, multiple: int) -> str | None:
+    """Why widths do not fit kernels that take `multiple` columns; None if they do."""
     _, intermediate, hidden = gate_proj.shape
     for name, size in (("hidden_size", hidden), ("moe_intermediate_size (of this rank)", intermediate)):
         if size % multiple:
@@ -132,9 +148,7 @@ def supports(
         return f"dtype {x.dtype}; the kernels compute in bfloat16 or float32"
     if any(weight.dtype != x.dtype for weight in (gate_proj, up_proj, down_proj)):
         return f"weights of dtype {gate_proj.dtype}, {up_proj.dtype}, {down_proj.dtype} with tokens of {x.dtype}"
-    if choice_of_slot.dtype != torch.int32:
-        return f"slots of dtype {choice_of_slot.dtype}; expected int32"
-    if reason := needs_shapes(choice_of_slot, gate_proj, STEP):
+    if reason := needs_slots(choice_of_slot, slot_of_choice) or needs_widths(gate_proj, STEP):
         return reason
     num_tokens, k = slot_of_choice.shape
     if sum_bytes(hidden, k, num_tokens, x.itemsize) > SBUF_BYTES:
@@ -148,24 +162,33 @@ def supports(
 def tile_indices(choice_of_slot: Tensor, slot_of_choice: Tensor, group_ends: Tensor) -> tuple[Tensor, Tensor]:
     """What the kernels want to know of the slots, int32.
 
-    Returns the token of each slot, [128, tiles], N (the number of tokens) for a pad; and [1, 3E]: each expert's first
-    tile, the end of its pairs of tiles, the end of its tiles.
+    Returns `token_ids`; and [1, 3E]: each expert's first tile, the end of its pairs of tiles, the end of its tiles.
     """
-    token_ids = (choice_of_slot // slot_of_choice.shape[1]).view(-1, TILE).T.contiguous()
     ends = group_ends // TILE
     starts = F.pad(ends[:-1], (1, 0))
     pair_ends = starts + (ends - starts) // 2 * 2
-    return token_ids, torch.stack((starts, pair_ends, ends), dim=1).view(1, -1)
+    return token_ids(choice_of_slot, slot_of_choice), torch.stack((starts, pair_ends, ends), dim=1).view(1, -1)
 
 
-def token_indices(slot_of_choice: Tensor, num_slots: int) -> Tensor:
-    """The slots of each token as `sum_rows` wants them: [128, tiles, k], tiles even, num_slots for none."""
-    num_tokens, k = slot_of_choice.shape
-    padded = F.pad(slot_of_choice, (0, 0, 0, -num_tokens % (NUM_CORES * TILE)), value=num_slots)
+def token_ids(choice_of_slot: Tensor, slot_of_choice: Tensor) -> Tensor:
+    """The token of each slot by tile, [128, tiles, 1] int32; N, the number of tokens, for a pad."""
+    return slot_tiles(choice_of_slot // slot_of_choice.shape[1])
+
+
+def slot_tiles(of_slot: Tensor) -> Tensor:
+    """A value of each slot, [S], as kernels take it from SBUF: [128, tiles, 1]."""
+    return of_slot.view(-1, TILE, 1).transpose(0, 1).contiguous()
+
+
+def token_tiles(of_choice: Tensor, pad: int) -> Tensor:
+    """A value of each choice, [N, k], as kernels that sum over choices want it: [128, tiles, k], tiles even."""
+    num_tokens, k = of_choice.shape
+    padded = F.pad(of_choice, (0, 0, 0, -num_tokens % (NUM_CORES * TILE)), value=pad)
     return padded.view(-1, TILE, k).transpose(0, 1).contiguous()
 
 
-def _tiles(rows: Tensor) -> Tensor:
+def row_tiles(rows: Tensor) -> Tensor:
+    """[R, C] -> [tiles, 128, C]."""
     return rows.contiguous().view(-1, TILE, rows.shape[1])
 
 
@@ -177,7 +200,8 @@ def _define_operations() -> None:
     try:
         from torch_neuronx import nki_op
 
-        from qwen3_trn.kernels.nki_moe_kernels import experts_backward, experts_forward, sum_rows
+        from qwen3_trn.kernels.nki_combine_kernels import sum_rows
+        from qwen3_trn.kernels.nki_moe_kernels import experts_backward, experts_forward
     except ImportError as error:
         raise import_failed("the NKI kernels of moe_experts", "torch_neuronx and nki", error) from error
 
@@ -210,14 +234,14 @@ def _define_operations() -> None:
         gate: Tensor,
         up: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        slots = moe.Slots(choice_of_slot, slot_of_choice, group_ends)
+        slots = dispatch.Slots(choice_of_slot, slot_of_choice, group_ends)
         slices = _slices(x, choice_of_slot, gate_proj, backward_bytes)
         weights = (gate_proj.contiguous(), up_proj.contiguous(), down_proj.contiguous())
         slots_x_grad, *weight_grads = experts_backward[NUM_CORES](
-            _tiles(y_grad), x.contiguous(), *tile_indices(*slots), *weights, _tiles(gate), _tiles(up), slices
+            row_tiles(y_grad), x.contiguous(), *tile_indices(*slots), *weights, row_tiles(gate), row_tiles(up), slices
         )
         identity = torch.eye(TILE, dtype=x.dtype, device=x.device)
-        indices = token_indices(slot_of_choice, choice_of_slot.shape[0])
+        indices = token_tiles(slot_of_choice, pad=choice_of_slot.shape[0])
         x_grad = sum_rows[NUM_CORES](slots_x_grad.flatten(0, 1), indices, identity)
         return x_grad.flatten(0, 1)[: x.shape[0]], *weight_grads
 
@@ -229,8 +253,8 @@ def _define_operations() -> None:
         return x_grad, None, None, None, *weight_grads
 
     # Shapes and FLOPs are those of the default.
-    forward.register_fake(moe.moe_experts)
-    backward.register_fake(moe.moe_experts_backward)
+    forward.register_fake(dispatch.moe_experts)
+    backward.register_fake(dispatch.moe_experts_backward)
     forward.register_autograd(autograd, setup_context=setup_context)
     for name in ("moe_experts", "moe_experts_backward"):
         default, ours = getattr(torch.ops.qwen3_trn, name), getattr(torch.ops.qwen3_trn, f"nki_{name}")
@@ -246,10 +270,10 @@ def moe_experts(
     up_proj: Tensor,
     down_proj: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The SwiGLU experts on their slots, as `qwen3_trn.moe.moe_experts`; groups must end at multiples of 128.
+    """The SwiGLU experts on their slots, as `qwen3_trn.dispatch.moe_experts`; groups must end at multiples of 128.
 
-    x: [N, H] bf16 or fp32; the indices are `moe.Slots`; gate_proj and up_proj: [E, I, H], down_proj: [E, H, I], all of
-    x's dtype. Returns y [S, H], gate and up [S, I]. Sums in fp32. Raises UserError where `supports` gives a reason.
+    x: [N, H] bf16 or fp32; the indices are `Slots`; gate_proj and up_proj: [E, I, H], down_proj: [E, H, I], all of x's
+    dtype. Returns y [S, H], gate and up [S, I]. Sums in fp32. Raises UserError where `supports` gives a reason.
     """
     arguments = (x, choice_of_slot, slot_of_choice, group_ends, gate_proj, up_proj, down_proj)
     if reason := supports(*arguments):

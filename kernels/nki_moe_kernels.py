@@ -1,4 +1,4 @@
-"""The SwiGLU experts as NKI kernels: forward, backward, and the sum of rows by token. nki_moe.py binds them to PyTorch.
+"""The SwiGLU experts as NKI kernels: forward and backward. nki_moe.py binds them to PyTorch.
 
 Written for NKI 0.6 and 0.7 and a logical core of two NeuronCores (LNC 2): `experts_forward[2](...)`.
 
@@ -27,9 +27,10 @@ BANK = 512  # fp32 columns of a bank of PSUM: what one matmul can write
 def experts_forward(x, token_ids, tile_bounds, gate_proj, up_proj, down_proj, num_slices):
     """y = down(silu(gate(x)) * up(x)), each slot by its expert.
 
-    x: [N, H] bf16 or fp32; token_ids: [128, tiles] int32, N for a pad slot, which reads as zeros; tile_bounds: [1, 3E]
-    int32, see `loop_over_tiles`; gate_proj and up_proj: [E, I, H], down_proj: [E, H, I]. Returns y [tiles, 128, H],
-    gate and up [tiles, 128, I] in x's dtype; tiles of no expert are not written. Matmuls accumulate in fp32.
+    x: [N, H] bf16 or fp32; token_ids: [128, tiles, 1] int32, N for a pad slot, which reads as zeros; tile_bounds:
+    [1, 3E] int32, see `loop_over_tiles`; gate_proj and up_proj: [E, I, H], down_proj: [E, H, I]. Returns y
+    [tiles, 128, H], gate and up [tiles, 128, I] in x's dtype; tiles of no expert are not written. Matmuls accumulate in
+    fp32.
     """
     num_tiles = token_ids.shape[1]
     num_experts, intermediate, hidden = gate_proj.shape
@@ -178,43 +179,6 @@ def experts_backward(y_grad, x, token_ids, tile_bounds, gate_proj, up_proj, down
     return x_grad, gate_grad, up_grad, down_grad
 
 
-@nki.jit
-def sum_rows(rows, indices, identity):
-    """Each token's sum of the rows that it names, in fp32, by gather: what a scatter-add would do in no fixed order.
-
-    rows: [S, H]; indices: [128, tiles, k] int32, of token 128 t + p at [p, t], S where a choice has no row; tiles is
-    even; identity: [128, 128] in rows' dtype. Returns [tiles, 128, H]. Each core has half of the tiles. The tensor
-    engine adds: in its place the vector engine would need three times the time of the gather.
-    """
-    num_tiles, k = indices.shape[1], indices.shape[2]
-    hidden = rows.shape[1]
-    first = nl.program_id(0) * (num_tiles // 2)
-    out = nl.ndarray((num_tiles, P, hidden), dtype=rows.dtype, buffer=nl.shared_hbm)
-    all_ids = load(indices)
-    ones = load(identity)
-
-    def body(i):
-        ids = nl.ndarray((P, k), dtype=indices.dtype, buffer=nl.sbuf)
-        pattern = [[num_tiles * k, P], [1, k]]
-        mine = all_ids.ap(pattern, offset=first * k, scalar_offset=i, indirect_dim=1)
-        nisa.tensor_copy(dst=ids, src=mine, engine=nisa.engine.vector)
-        named = nl.ndarray((P, k, hidden), dtype=rows.dtype, buffer=nl.sbuf)
-        nisa.memset(dst=named, value=0.0, engine=nisa.engine.vector)
-        for j in range(k):
-            gather(named[:, j, :], rows, 0, ids[:, j : j + 1])
-        total = nl.ndarray((P, hidden), dtype=rows.dtype, buffer=nl.sbuf)
-        for start in range(0, hidden, BANK):
-            end = min(start + BANK, hidden)
-            total_ps = nl.ndarray((P, end - start), dtype=nl.float32, buffer=nl.psum)
-            for j in range(k):
-                nisa.nc_matmul(dst=total_ps, stationary=ones, moving=named[:, j, start:end], accumulate=j > 0)
-            nisa.tensor_copy(dst=total[:, start:end], src=total_ps, engine=nisa.engine.scalar)
-        nisa.dma_copy(dst=tile_view(out, 0, hidden, i, first), src=total)
-
-    nl.fori_loop(0, num_tiles // 2, body)
-    return out
-
-
 # Views and loads
 
 
@@ -227,6 +191,19 @@ def tile_view(tensor, column, width, i, t):
 def block_view(weight, expert, row, column, width):
     """128 rows of a weight [E, R, C] in HBM from `row` on, `width` columns."""
     return weight[expert, row : row + P, column : column + width]
+
+
+def values_view(values, i, t):
+    """What values [128, tiles, n] in SBUF hold of tile i + t: [128, n]."""
+    num_tiles, n = values.shape[1], values.shape[2]
+    return values.ap([[num_tiles * n, P], [1, n]], offset=t * n, scalar_offset=i, indirect_dim=1)
+
+
+def take(values, i, t, engine):
+    """A copy of `values_view`, at an address that is known beforehand."""
+    taken = nl.ndarray((P, values.shape[2]), dtype=values.dtype, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=taken, src=values_view(values, i, t), engine=engine)
+    return taken
 
 
 def load(tensor):
@@ -243,12 +220,7 @@ def load_tile(dst, tensor, column, i, t):
 
 def gather_tile(dst, x, column, ids, i, t):
     """dst [128, width] = columns of the rows of x [N, H] that the ids of tile i + t name; zeros where an id is N."""
-    tile_ids = nl.ndarray((P, 1), dtype=ids.dtype, buffer=nl.sbuf)
-    nisa.tensor_copy(
-        dst=tile_ids,
-        src=ids.ap([[ids.shape[1], P], [1, 1]], offset=t, scalar_offset=i, indirect_dim=1),
-        engine=nisa.engine.vector,
-    )
+    tile_ids = take(ids, i, t, nisa.engine.gpsimd)
     nisa.memset(dst=dst, value=0.0, engine=nisa.engine.gpsimd)
     gather(dst, x, column, tile_ids)
 

@@ -1,7 +1,7 @@
 """`attention` of packed documents and `moe_experts` by AWS's own kernels, those of the NKI Library.
 
     out = nkilib.attention(q, k, v, first_keys)                                  # in place of model.py's
-    y, gate, up = nkilib.moe_experts(x, *slots, gate_proj, up_proj, down_proj)   # in place of moe.py's, block=128
+    y, gate, up = nkilib.moe_experts(x, *slots, gate_proj, up_proj, down_proj)   # for dispatch.py's, block=128
 
 `needs_attention` and `needs_experts` of the same arguments say why a kernel cannot take them, or None.
 Written against what AWS publishes for Neuron SDK 2.32 and later (pages "Attention CTE" and "Blockwise MM Backward
@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qwen3_trn.dispatch import gather_rows, sum_over_choices
 from qwen3_trn.errors import UserError
-from qwen3_trn.kernels.nki_moe import NUM_CORES, TILE, import_failed, needs_cores, needs_shapes
-from qwen3_trn.moe import gather_rows, sum_over_choices
+from qwen3_trn.kernels.nki_moe import NUM_CORES, TILE, import_failed, needs_cores, needs_slots, needs_widths
 
 KEYS = 512  # attention_bwd works on so many keys at a time
 MAX_HEAD_DIM = 128
@@ -167,7 +167,8 @@ def needs_experts(
     return (
         needs_cores()
         or _needs_bfloat16(x, gate_proj, up_proj, down_proj)
-        or needs_shapes(choice_of_slot, gate_proj, NUM_CORES * SHARD)
+        or needs_slots(choice_of_slot, slot_of_choice)
+        or needs_widths(gate_proj, NUM_CORES * SHARD)
     )
 
 
@@ -291,9 +292,9 @@ def moe_experts(
     up_proj: Tensor,
     down_proj: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The SwiGLU experts on their slots, as `qwen3_trn.moe.moe_experts`; groups must end at multiples of 128.
+    """The SwiGLU experts on their slots, as `qwen3_trn.dispatch.moe_experts`; groups must end at multiples of 128.
 
-    x: [N, H] bf16; the indices are `moe.Slots`; gate_proj and up_proj: [E, I, H], down_proj: [E, H, I] bf16. Returns y
+    x: [N, H] bf16; the indices are `Slots`; gate_proj and up_proj: [E, I, H], down_proj: [E, H, I] bf16. Returns y
     [S, H], gate and up [S, I], the latter without a gradient. Weights' gradients are summed in fp32. Raises UserError
     where `needs_experts` gives a reason.
     """

@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from qwen3_trn import moe, start
+from qwen3_trn import dispatch, start
 from qwen3_trn.config import Qwen3Config, TrainConfig
 from qwen3_trn.device import TRAINIUM2
 from qwen3_trn.init import local_tensor
@@ -69,10 +69,10 @@ class _Tracer(TorchDispatchMode):
             return NotImplemented  # they come again as operations on plain tensors
         if func is torch.ops.qwen3_trn.moe_experts.default:
             with self:  # what the opaque operations allocate inside counts too
-                out = moe.moe_experts._init_fn(*args)
+                out = dispatch.moe_experts._init_fn(*args)
         elif func is torch.ops.qwen3_trn.moe_experts_backward.default:
             with self:
-                out = moe.moe_experts_backward._init_fn(*args)
+                out = dispatch.moe_experts_backward._init_fn(*args)
         else:
             out = func(*args, **(kwargs or {}))
         tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
@@ -115,7 +115,7 @@ class _Tracer(TorchDispatchMode):
         with (
             mock.patch.object(ShardingPropagator, infer_shape.__name__, infer_shape_unwatched),
             mock.patch.object(torch.UntypedStorage, "resize_", resize_and_watch),
-            mock.patch.object(moe, "_grouped_mm", _grouped_mm_shape),
+            mock.patch.object(dispatch, "_grouped_mm", _grouped_mm_shape),
             FakeTensorMode(allow_non_fake_inputs=True),
             self,
         ):
@@ -135,7 +135,7 @@ class _Tracer(TorchDispatchMode):
 
 
 def _grouped_mm_shape(a: Tensor, b: Tensor, group_ends: Tensor, equal_groups: bool) -> Tensor:
-    """moe.py's, whose fp32 form torch cannot fake: the memory it allocates."""
+    """dispatch.py's, whose fp32 form torch cannot fake: the memory it allocates."""
     return a.new_empty((group_ends.shape[0], a.shape[0], b.shape[1]) if b.dim() == 2 else (a.shape[0], b.shape[2]))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from qwen3_trn import launch, moe, start
+from qwen3_trn import dispatch, launch, start
 from qwen3_trn.config import Qwen3Config, TrainConfig
 from qwen3_trn.device import TRAINIUM2, TRAINIUM2_MEMORY
 from qwen3_trn.dry_run import count_step
@@ -115,8 +115,8 @@ def _rows_over_ideal(config: Qwen3Config, args: TrainConfig, num_tokens: int) ->
     num_here, k = config.num_experts // args.ep, config.num_experts_per_tok
     capacity = None
     if args.moe_capacity is not None:
-        capacity = moe.expert_capacity(num_tokens, k, config.num_experts, args.moe_capacity, block)
-    return moe.num_slots(num_tokens, k, num_here, block, capacity) * args.ep / (num_tokens * k)
+        capacity = dispatch.expert_capacity(num_tokens, k, config.num_experts, args.moe_capacity, block)
+    return dispatch.num_slots(num_tokens, k, num_here, block, capacity) * args.ep / (num_tokens * k)
 
 
 # ---------------------------------------------------------------------------------------------- what to do, and print

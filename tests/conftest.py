@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -29,6 +30,30 @@ def random_folder(tmp_path_factory):
     Qwen3ForCausalLM(Qwen3Config.from_pretrained(TINY)).save_pretrained(folder)
     copy_companions(TINY, folder)
     return folder
+
+
+@pytest.fixture
+def interpreted(monkeypatch) -> Iterator[bool]:
+    """Stand-ins for AWS's packages where they are missing, for this test only. Whether the interpreter of NKI is in."""
+    import tests.nki
+
+    monkeypatch.setenv("NKI_SIMULATOR", "1")
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")
+    before = sys.modules.copy()
+    yield tests.nki.install()
+    for name in ("nki", "nki.language", "nki.isa", "torch_neuronx"):
+        if name not in before:
+            del sys.modules[name]
+
+
+@pytest.fixture
+def record(interpreted):
+    """tests.nki.record, which counts cycles and bytes."""
+    import tests.nki
+
+    if not interpreted:
+        pytest.skip("AWS's simulator does not count cycles and bytes")
+    return tests.nki.record
 
 
 @pytest.fixture(scope="session")

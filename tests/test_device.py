@@ -11,12 +11,12 @@ import types
 import pytest
 import torch
 
-from qwen3_trn import moe, start
+from qwen3_trn import dispatch, start
 from qwen3_trn.config import Qwen3Config, TrainConfig
 from qwen3_trn.device import TRAINIUM2, Device
+from qwen3_trn.dispatch import assign_slots
 from qwen3_trn.errors import UserError
 from qwen3_trn.model import PADDING_DOCUMENT, Qwen3ForCausalLM
-from qwen3_trn.moe import assign_slots
 from qwen3_trn.shapes import ShapeGuard
 from tests.common import REPO, in_process, run_python, succeeded, tiny_config
 
@@ -102,8 +102,8 @@ def test_equal_groups_give_what_others_give(block):
         slots = assign_slots(expert_ids, num_experts, block, capacity, equal_groups)
         if equal_groups:
             assert slots.group_ends.tolist() == [8, 16, 24] and slots.choice_of_slot.shape == (24,)
-        y, _, _ = moe.moe_experts(x, *slots, gate, up, down, equal_groups)
-        out = moe.combine(y, torch.rand(num_tokens, 2, dtype=torch.float64), *slots[:2])
+        y, _, _ = dispatch.moe_experts(x, *slots, gate, up, down, equal_groups)
+        out = dispatch.combine(y, torch.rand(num_tokens, 2, dtype=torch.float64), *slots[:2])
         out.square().sum().backward()
         results.append([out, x.grad, gate.grad, up.grad, down.grad])
     for ours, theirs in zip(*results, strict=True):

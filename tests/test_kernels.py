@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import tests.nki
-from qwen3_trn import Qwen3Config, Qwen3ForCausalLM, evaluate, moe, plan
+from qwen3_trn import Qwen3Config, Qwen3ForCausalLM, dispatch, evaluate, moe, plan
 from qwen3_trn.config import TrainConfig, parse_args
 from qwen3_trn.device import Device
 from qwen3_trn.errors import UserError
@@ -30,8 +30,8 @@ DEFAULTS = {
     "rms_norm": rms_norm,
     "linear_cross_entropy": linear_cross_entropy,
     "router": moe.route,
-    "moe_experts": moe.run_experts,
-    "moe_combine": moe.combine,
+    "moe_experts": dispatch.run_experts,
+    "moe_combine": dispatch.combine,
 }
 
 
@@ -59,18 +59,6 @@ def user_module(tmp_path, monkeypatch):
     sys.modules.pop("my_kernels", None)
 
 
-@pytest.fixture
-def interpreted(monkeypatch):
-    """Stand-ins for AWS's packages where they are missing, for this test only."""
-    monkeypatch.setenv("NKI_SIMULATOR", "1")
-    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")
-    before = sys.modules.copy()
-    yield tests.nki.install()
-    for name in ("nki", "nki.language", "nki.isa", "torch_neuronx"):
-        if name not in before:
-            del sys.modules[name]
-
-
 EXAMPLE = re.search(r"```python\n(.*?)```", (REPO / "docs" / "kernels.md").read_text(), re.DOTALL)[1]
 NORM = "def rms_norm(x, weight, eps):\n    "
 
@@ -84,7 +72,7 @@ def test_the_documentation_has_every_operation_with_its_parameters():
 # -------------------------------------------------------------------------------------------------- what is refused
 
 REFUSED = {
-    "nope=nki": r"there is no operation 'nope'. Expected OP=NAME with OP one of .*router, moe_experts, moe_combine",
+    "nope=nki": r"there is no operation 'nope'. Expected OP=NAME with OP one of .*moe_experts, moe_combine, router",
     "nki": "there is no operation 'nki'. Expected OP=NAME",
     "moe_experts=fast": "there is no kernel 'fast' for moe_experts. Of ours there is: nki",
     "moe_experts": "there is no kernel '' for moe_experts",
@@ -521,10 +509,10 @@ def test_a_run_with_the_nki_kernels_has_the_defaults_losses(tmp_path, monkeypatc
     flags = (*flags, "--lr", "1e-2", "--schedule", "constant", "--warmup-steps", 0)
     plain = in_process(monkeypatch, tmp_path / "plain", *flags, "--steps", 5, "--no-export")
     capsys.readouterr()
-    kernel = ("--kernel", "moe_experts=nki", "--check-kernels")
+    kernel = ("--kernel", "moe_experts=nki", "moe_combine=nki", "--check-kernels")
     found = in_process(monkeypatch, tmp_path / "nki", *flags, *kernel, "--steps", 5)
     said = capsys.readouterr().out
-    assert "kernels    moe_experts: nki; the rest PyTorch's\n" in said
+    assert "kernels    moe_experts: nki; moe_combine: nki; the rest PyTorch's\n" in said
     assert "           checked moe_experts, differences over the largest value: output 0 " in said
     assert "missing 0, unexpected 0" in said
     assert len(found) == 5 and plain[-1]["loss"] < plain[0]["loss"] - 0.5
@@ -533,7 +521,7 @@ def test_a_run_with_the_nki_kernels_has_the_defaults_losses(tmp_path, monkeypatc
 
     in_process(monkeypatch, tmp_path / "stopped", *flags, *kernel, "--steps", 3, "--no-export")
     resumed = in_process(monkeypatch, tmp_path / "stopped", "--init", "resume", "--steps", 5)
-    assert "kernels    moe_experts: nki; the rest PyTorch's\n" in capsys.readouterr().out
+    assert "kernels    moe_experts: nki; moe_combine: nki; the rest PyTorch's\n" in capsys.readouterr().out
     assert [r["loss"] for r in resumed] == [r["loss"] for r in found]
 
 
@@ -545,7 +533,7 @@ def test_selective_recomputation_keeps_what_the_nki_kernels_return(interpreted):
     registry.choose(["moe_experts=nki"])
     x = arguments[0].requires_grad_()
     with tests.nki.record() as r:
-        wrap_forward(moe.run_experts, "selective", None)(x, *arguments[1:])[0].sum().backward()
+        wrap_forward(dispatch.run_experts, "selective", None)(x, *arguments[1:])[0].sum().backward()
     assert len(r.launches) == 3  # forward, backward, the sum of backward
 
 

@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from qwen3_trn import moe
+from qwen3_trn import dispatch, moe
 from qwen3_trn.config import Qwen3Config
+from qwen3_trn.dispatch import Slots, assign_slots, combine, moe_experts
 from qwen3_trn.model import Qwen3ForCausalLM
-from qwen3_trn.moe import MoE, RouterStats, Slots, assign_slots, balance_loss, combine, moe_experts, route, z_loss
+from qwen3_trn.moe import MoE, RouterStats, balance_loss, route, z_loss
 from tests.common import tiny_config
 
 
@@ -108,7 +109,7 @@ def test_the_shapes_of_slots_do_not_depend_on_the_routing(block):
     # On meta tensors, which have no data, they are the same again.
     meta = assign_slots(torch.empty(num_tokens, k, dtype=torch.int32, device="meta"), num_experts, block)
     assert shapes == {tuple(index.shape for index in meta)}
-    assert moe.num_slots(num_tokens, k, num_experts, block) == meta.choice_of_slot.shape[0]
+    assert dispatch.num_slots(num_tokens, k, num_experts, block) == meta.choice_of_slot.shape[0]
 
 
 def test_the_bound_on_slots_is_reached():
@@ -116,7 +117,7 @@ def test_the_bound_on_slots_is_reached():
     # A token in each of 3 groups of 4: all S = ceil((3 + 3 * 3) / 4) * 4 slots are taken.
     slots = assign_slots(torch.tensor([[0], [1], [2]], dtype=torch.int32), 3, 4)
     assert slots.group_ends.tolist() == [4, 8, 12] and slots.choice_of_slot.shape[0] == 12
-    assert moe.num_slots(10, 8, 2, 1) == 20  # with fewer experts here than choices a token, at most E of them land
+    assert dispatch.num_slots(10, 8, 2, 1) == 20  # with fewer experts here than choices a token, at most E of them land
 
 
 # --------------------------------------------------------------------------------------------------- layer and experts
@@ -184,7 +185,7 @@ def gradients_of(layer: MoE, x: Tensor, run) -> tuple[Tensor, dict[str, Tensor]]
 
 def poison(monkeypatch) -> list[int]:
     """Fill the rows that a grouped matmul leaves undefined with NaN; returns the count of such rows, call by call."""
-    plain, undefined = moe._grouped_mm, []
+    plain, undefined = dispatch._grouped_mm, []
 
     def poisoned(a: Tensor, b: Tensor, group_ends: Tensor, equal_groups: bool) -> Tensor:
         out = plain(a, b, group_ends, equal_groups)
@@ -193,7 +194,7 @@ def poison(monkeypatch) -> list[int]:
             undefined.append(out.shape[0] - group_ends[-1].item())
         return out
 
-    monkeypatch.setattr(moe, "_grouped_mm", poisoned)
+    monkeypatch.setattr(dispatch, "_grouped_mm", poisoned)
     return undefined
 
 
@@ -301,7 +302,7 @@ def test_opcheck_of_the_custom_operations(intermediate):
     torch.library.opcheck(moe_experts, (x, *slots, *weights))
     y, gate, up = moe_experts(x, *slots, *weights)
     inputs = torch.randn_like(y), x, *slots, *weights, gate, up
-    torch.library.opcheck(moe.moe_experts_backward, tuple(tensor.detach() for tensor in inputs))
+    torch.library.opcheck(dispatch.moe_experts_backward, tuple(tensor.detach() for tensor in inputs))
 
 
 def test_flops_of_forward_and_backward_are_three_and_six_matmuls_on_all_slots():
@@ -540,7 +541,7 @@ def test_a_full_expert_drops_what_comes_later_and_the_count_is_exact(block, capa
     ids = torch.tensor([[0]] * 7 + [[2]], dtype=torch.int32)
     slots = assign_slots(ids, 3, block, capacity)
     size = slots.choice_of_slot.shape[0]
-    assert size == min(3 * capacity, moe.num_slots(8, 1, 3, block))
+    assert size == min(3 * capacity, dispatch.num_slots(8, 1, 3, block))
     kept = slots.slot_of_choice.flatten() < size
     assert kept.tolist() == [True] * capacity + [False] * (7 - capacity) + [True]
 

@@ -15,32 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-import tests.nki
-from qwen3_trn import moe
+from qwen3_trn import dispatch
+from qwen3_trn.dispatch import assign_slots, combine
 from qwen3_trn.errors import UserError
 from qwen3_trn.kernels import nki_moe
-from qwen3_trn.moe import assign_slots, combine
 from tests.common import REPO
 
-
-@pytest.fixture(scope="module", autouse=True)
-def interpreted():
-    """Stand-ins for AWS's packages where they are missing, for these tests only. Whether the interpreter is in."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NKI_SIMULATOR", "1")
-        patch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")
-        before = sys.modules.copy()
-        yield tests.nki.install()
-        for name in ("nki", "nki.language", "nki.isa", "torch_neuronx"):
-            if name not in before:
-                del sys.modules[name]
-
-
-@pytest.fixture
-def record(interpreted):
-    if not interpreted:
-        pytest.skip("AWS's simulator does not count cycles and bytes")
-    return tests.nki.record
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 class Inputs(NamedTuple):
@@ -93,7 +74,7 @@ def assert_equals_default(inputs: Inputs, expert_ids: Tensor) -> None:
     """The kernels in fp32 equal the default in fp64, output and gradients."""
     out_grad = torch.randn(inputs.x.shape)
     found = run_layer(nki_moe.moe_experts, inputs, expert_ids, out_grad)
-    exact = run_layer(moe.moe_experts, Inputs(*(t.double() for t in inputs)), expert_ids, out_grad)
+    exact = run_layer(dispatch.moe_experts, Inputs(*(t.double() for t in inputs)), expert_ids, out_grad)
     for name, expected in exact.items():
         assert found[name].dtype == inputs.x.dtype
         assert (found[name] - expected).abs().max() <= 1e-5 * expected.abs().max(), name
@@ -131,11 +112,28 @@ def test_slices_of_the_intermediate_dim(monkeypatch, slices):
     assert_equals_default(make_inputs(ids, 3, 256, 256 * slices), ids)
 
 
+def test_slices_are_summed_in_fp32(monkeypatch):
+    """Two slices, of which one gives the opposite of the other: in bf16 too nothing is left of their sum."""
+    monkeypatch.setattr(nki_moe, "_slices", lambda *args: 2)
+    ids = ids_of_counts([130, 70])
+    inputs = make_inputs(ids, 2, 256, 256, torch.bfloat16)
+    gate_proj, up_proj = (weight.repeat(1, 2, 1) for weight in (inputs.gate_proj, inputs.up_proj))
+    down_proj = torch.cat((inputs.down_proj, -inputs.down_proj), dim=2)
+    found = run_layer(
+        nki_moe.moe_experts,
+        Inputs(inputs.x, inputs.weights, gate_proj, up_proj, down_proj),
+        ids,
+        torch.randn(inputs.x.shape),
+    )
+    assert found["gate_proj"].abs().max() > 0
+    assert bool((found["out"] == 0).all()) and bool((found["x"] == 0).all())
+
+
 def test_parts_of_the_experts_add_up():
     """Expert parallelism: each rank has a slice of the experts, and choices of others get no slot on it."""
     ids, num_experts = top_ids(150, 2, 4), 4
     inputs = make_inputs(ids, num_experts, 256, 256)
-    whole = run_layer(moe.moe_experts, inputs, ids, torch.ones(150, 256))
+    whole = run_layer(dispatch.moe_experts, inputs, ids, torch.ones(150, 256))
     parts = []
     for rank in range(2):
         here = Inputs(*inputs[:2], *(weight[2 * rank : 2 * rank + 2] for weight in inputs[2:]))
@@ -175,6 +173,25 @@ def test_pads_are_zeros_and_what_follows_the_groups_is_not_read():
     y_grad[end:] = torch.nan
     grads = torch.autograd.grad(outputs[0], leaves, y_grad)
     assert all(bool(grad.isfinite().all()) for grad in grads)
+
+
+def turn(tensor: Tensor) -> Tensor:
+    """The same values, stored the other way round."""
+    return tensor.mT.contiguous().mT
+
+
+def test_strides_do_not_matter():
+    """Of the arguments and of the gradient; the interpreter takes contiguous tensors only."""
+    ids = top_ids(150, 2, 3)
+    inputs, found = make_inputs(ids, 3, 256, 256), []
+    slots = assign_slots(ids, 3, 128)
+    y_grad = torch.randn(slots.choice_of_slot.shape[0], 256)
+    for form in (torch.Tensor.contiguous, turn):
+        leaves = [form(t).requires_grad_() for t in (inputs.x, *inputs[2:])]
+        y, _, _ = nki_moe.moe_experts(leaves[0], *slots, *leaves[1:])
+        end = int(slots.group_ends[-1])
+        found.append([y[:end], *torch.autograd.grad(y, leaves, form(y_grad))])
+    assert not leaves[0].is_contiguous() and all(map(torch.equal, *found))
 
 
 # --------------------------------------------------------------------------------------------------------------- bf16
@@ -242,7 +259,7 @@ def test_memory_is_within_the_formulas(name, record):
     ids = ids_of_counts([257])
     inputs = make_inputs(ids, 1, hidden, intermediate, torch.bfloat16)
     slots = assign_slots(ids, 1, 128)
-    num_slots = moe.num_slots(4096, 8, 16, 128)
+    num_slots = dispatch.num_slots(4096, 8, 16, 128)
     x, *weights = (t.requires_grad_() for t in (inputs.x, *inputs[2:]))
     for bytes_of, expected in zip((nki_moe.forward_bytes, nki_moe.backward_bytes), slices, strict=True):
         found = nki_moe.count_slices(hidden, intermediate, num_slots, 16, 2, bytes_of)
@@ -276,7 +293,7 @@ def test_the_operation_is_one_node_with_the_default_shapes_and_flops():
     )
     meta = [tensor.detach().to("meta").requires_grad_(tensor.is_floating_point()) for tensor in arguments]
     flops = []
-    for op in (nki_moe.moe_experts, moe.moe_experts):
+    for op in (nki_moe.moe_experts, dispatch.moe_experts):
         with FlopCounterMode(display=False) as counter:
             outputs = op(*meta)
             outputs[0].sum().backward()
@@ -307,6 +324,8 @@ REASONS = {
     "hidden_size 384": {"hidden": 384},
     "moe_intermediate_size (of this rank) 128": {"intermediate": 128},
     "dtype torch.float64": {"dtype": torch.float64},
+    "torch.bfloat16, torch.float32, torch.bfloat16 with tokens of torch.bfloat16": {"up": torch.float32},
+    "torch.bfloat16, torch.bfloat16, torch.float32 with tokens of torch.bfloat16": {"down": torch.float32},
     "300 slots; expected a multiple of 128": {"slots": 300},
     "backward does not fit into 208 KiB": {"hidden": 16384},
     "100 tokens with 64 choices: their sum does not fit": {"hidden": 2048, "k": 64},
@@ -323,8 +342,9 @@ def test_what_does_not_fit_is_refused_by_name(reason):
             torch.empty(change["slots"], dtype=torch.int32),
             torch.empty(100, change["k"], dtype=torch.int32),
             torch.empty(4, dtype=torch.int32),
-            *(torch.empty(4, intermediate, hidden, dtype=change["dtype"]) for _ in range(2)),
-            torch.empty(4, hidden, intermediate, dtype=change["dtype"]),
+            torch.empty(4, intermediate, hidden, dtype=change["dtype"]),
+            torch.empty(4, intermediate, hidden, dtype=change.get("up", change["dtype"])),
+            torch.empty(4, hidden, intermediate, dtype=change.get("down", change["dtype"])),
         )
     assert reason in nki_moe.supports(*arguments)
     with pytest.raises(UserError, match="the NKI kernels of moe_experts cannot run: "):
@@ -336,7 +356,7 @@ def test_the_table_of_costs_is_that_of_the_documentation(record):
     from benchmarks import nki_cost  # which imports nki
 
     table = (REPO / "docs" / "kernels.md").read_text().splitlines()
-    lines = [*nki_cost.measure_experts("Qwen3-30B-A3B", 256), nki_cost.measure_sum("Qwen3-30B-A3B")]
+    lines = [*nki_cost.measure_experts("Qwen3-30B-A3B", 256), *nki_cost.measure_sums("Qwen3-30B-A3B")]
     assert [line for line in lines if line not in table] == []
 
 
@@ -362,7 +382,7 @@ print(spec.origin, list(spec.submodule_search_locations)[0], is_kernels_availabl
 print(sorted({"nki", "torch_neuronx"} & sys.modules.keys()))
 
 import torch
-from qwen3_trn.moe import assign_slots
+from qwen3_trn.dispatch import assign_slots
 sys.modules["nki"] = sys.modules["torch_neuronx"] = None  # as if not installed
 weights = torch.zeros(2, 256, 256)
 try:

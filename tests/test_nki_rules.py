@@ -52,6 +52,16 @@ def store(t):
     return out
 
 
+def summed(**changes):
+    """An activation that sums the rows of a tile."""
+    arguments = {
+        "reduce_op": nl.add,
+        "reduce_res": tile((4, 1)),
+        "reduce_cmd": nisa.reduce_cmd.reset_reduce,
+    }
+    nisa.activation(tile(), op=nl.copy, data=tile(), **(arguments | changes))
+
+
 def store_psum(t):
     copied = nl.ndarray(t.shape, t.dtype, nl.sbuf)
     nisa.tensor_copy(copied, t)
@@ -319,7 +329,7 @@ def test_memset():
     assert torch.equal(integers, torch.full((2, 2), -3, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("op", ["add", "multiply"])
+@pytest.mark.parametrize("op", ["add", "subtract", "multiply"])
 def test_tensor_tensor(op):
     def kernel(a, b, op):
         out = nl.ndarray((8, 6), nl.bfloat16, nl.sbuf)
@@ -329,8 +339,29 @@ def test_tensor_tensor(op):
         return store(out)
 
     a, b = random(8, 2, 3, dtype=torch.bfloat16), random(8, 6)
-    expected = {"add": torch.add, "multiply": torch.mul}[op](a.view(8, 6).float(), b).bfloat16()
+    expected = getattr(torch, op)(a.view(8, 6).float(), b).bfloat16()
     assert torch.equal(jit(kernel)(a, b, getattr(nl, op)), expected)
+
+
+@pytest.mark.parametrize("op", ["add", "subtract", "multiply"])
+@pytest.mark.parametrize("buffer", [nl.sbuf, nl.psum])
+def test_tensor_scalar(op, buffer):
+    """With a value for each partition, and with a constant; both as float32, whatever the data."""
+
+    def kernel(x, column, op, buffer):
+        each = nl.ndarray(column.shape, nl.float32, buffer)
+        nisa.tensor_copy(each, load(column))
+        out = nl.ndarray((8, 6), nl.bfloat16, nl.sbuf)
+        nisa.tensor_scalar(out, data=load(x), op0=op, operand0=each)
+        same = nl.ndarray((8, 6), nl.float32, nl.sbuf)
+        nisa.tensor_scalar(same, data=load(x), op0=op, operand0=0.1)
+        return store(out), store(same)
+
+    x, column = random(8, 2, 3, dtype=torch.bfloat16), random(8, 1)
+    out, same = jit(kernel)(x, column, getattr(nl, op), buffer)
+    wide = x.view(8, 6).float()
+    assert torch.equal(out, getattr(torch, op)(wide, column).bfloat16())
+    assert torch.equal(same, getattr(torch, op)(wide, torch.tensor(0.1)))
 
 
 def test_activations():
@@ -344,6 +375,32 @@ def test_activations():
     wide = x.double().requires_grad_()
     F.silu(wide).sum().backward()
     torch.testing.assert_close(jit(kernel)(x, nl.silu_dx), wide.grad.float(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(jit(kernel)(x, nl.copy), x)
+
+
+def test_activation_with_a_sum():
+    """Of each partition, over all free dims, of what comes out of the function; each call sums anew."""
+
+    def kernel(x):
+        x = load(x)
+        out, total = nl.ndarray(x.shape, nl.float32, nl.sbuf), nl.ndarray((8, 2), nl.float32, nl.sbuf)
+        for column, op in enumerate((nl.copy, nl.silu)):
+            nisa.activation(
+                out,
+                op=op,
+                data=x,
+                reduce_op=nl.add,
+                reduce_res=total[:, column : column + 1],
+                reduce_cmd=nisa.reduce_cmd.reset_reduce,
+            )
+        return store(out), store(total)
+
+    x = random(8, 3, 50, dtype=torch.bfloat16)
+    out, total = jit(kernel)(x)
+    silu = F.silu(x.double())
+    torch.testing.assert_close(out.double(), silu, rtol=1e-5, atol=1e-5)
+    expected = torch.stack([x.double().sum((1, 2)), silu.sum((1, 2))], dim=1)
+    torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 # Rules: what each kernel below does, a rule forbids.
@@ -524,7 +581,63 @@ BROKEN = [
         lambda x, y, ids: nisa.nc_transpose(bank((8, 9, 128)).ap([[9 * 128, 8], [9, 128]]), tile((128, 8))),
     ),
     ("tensor_tensor: op", lambda x, y, ids: nisa.tensor_tensor(tile(), tile(), tile(), op=nl.silu)),
+    ("tensor_scalar: op0", lambda x, y, ids: nisa.tensor_scalar(tile(), tile(), op0=nl.silu, operand0=1.0)),
+    (
+        "tensor_scalar does not run on scalar",
+        lambda x, y, ids: nisa.tensor_scalar(tile(), tile(), op0=nl.add, operand0=1.0, engine=nisa.engine.scalar),
+    ),
+    (
+        "partitions or elements per partition differ",
+        lambda x, y, ids: nisa.tensor_scalar(tile(), tile((4, 5)), op0=nl.add, operand0=1.0),
+    ),
+    (
+        "is no number and no tensor",
+        lambda x, y, ids: nisa.tensor_scalar(tile(), tile(), op0=nl.add, operand0=register(1)),
+    ),
+    (
+        "vector engine reads sbuf and psum, found input",
+        lambda x, y, ids: nisa.tensor_scalar(tile(), tile(), op0=nl.add, operand0=x[0:4, 0:1]),
+    ),
+    (
+        r"operand0 is sbuf\[4, 1\]:bfloat16: wants float32 \[4, 1\]",
+        lambda x, y, ids: nisa.tensor_scalar(tile(), tile(), op0=nl.add, operand0=tile((4, 1), nl.bfloat16)),
+    ),
+    (
+        r"operand0 is sbuf\[4, 2\]:float32: wants float32 \[4, 1\]",
+        lambda x, y, ids: nisa.tensor_scalar(tile(), tile(), op0=nl.add, operand0=tile((4, 2))),
+    ),
+    (
+        r"operand0 is sbuf\[1, 1\]:float32: wants float32 \[4, 1\]",
+        lambda x, y, ids: nisa.tensor_scalar(tile(), tile(), op0=nl.add, operand0=tile((1, 1))),
+    ),
+    (
+        "operand0 has a run-time offset",
+        lambda x, y, ids: nisa.tensor_scalar(
+            tile(), tile(), op0=nl.add, operand0=tile().ap([[4, 4], [1, 1]], scalar_offset=register(1), indirect_dim=1)
+        ),
+    ),
     ("activation: op", lambda x, y, ids: nisa.activation(tile(), op=nl.add, data=tile())),
+    (
+        "keeps sums in ScalarE's registers",
+        lambda x, y, ids: summed(reduce_cmd=nisa.reduce_cmd.reduce),
+    ),
+    ("keeps sums in ScalarE's registers", lambda x, y, ids: summed(reduce_cmd=nisa.reduce_cmd.reset)),
+    ("a sum wants reduce_op, reduce_res and", lambda x, y, ids: summed(reduce_cmd=nisa.reduce_cmd.idle)),
+    ("a sum wants reduce_op, reduce_res and", lambda x, y, ids: summed(reduce_op=None)),
+    ("a sum wants reduce_op, reduce_res and", lambda x, y, ids: summed(reduce_res=None)),
+    ("ScalarE only adds", lambda x, y, ids: summed(reduce_op=nl.multiply)),
+    ("scalar engine writes sbuf and psum, found input", lambda x, y, ids: summed(reduce_res=x[0:4, 0:1])),
+    (
+        r"reduce_res is sbuf\[4, 1\]:bfloat16: wants float32",
+        lambda x, y, ids: summed(reduce_res=tile((4, 1), nl.bfloat16)),
+    ),
+    (r"reduce_res is sbuf\[4, 4\]:float32: wants float32 \[4, 1\]", lambda x, y, ids: summed(reduce_res=tile())),
+    (r"reduce_res is sbuf\[2, 1\]:float32: wants float32 \[4, 1\]", lambda x, y, ids: summed(reduce_res=tile((2, 1)))),
+    (
+        "reduce_res has a run-time offset",
+        lambda x, y, ids: summed(reduce_res=tile().ap([[4, 4], [1, 1]], scalar_offset=register(1), indirect_dim=1)),
+    ),
+    (f"memset of .* to {2**31}", lambda x, y, ids: tile((4, 4), nl.int32, nl.sbuf, 2**31)),
     ("memset of .* to 0.5", lambda x, y, ids: tile((4, 4), nl.int32, nl.sbuf, 0.5)),
     ("memset does not run on scalar", lambda x, y, ids: nisa.memset(tile(), 0, engine=nisa.engine.scalar)),
     # Memory in all, and the end of a kernel
@@ -864,12 +977,13 @@ def four_cores(x, y, ids):
         ("match x:\n        case 1: pass", "match"),
         ("def f():\n        nonlocal x", "nonlocal"),
         ("y = np.zeros(3)", "the module numpy"),
+        ("y = prod(x)", "the module numpy"),
         ("@nl.jit\n    def f(): pass", "a decorator on a helper"),
     ],
 )
 def test_refused_python(tmp_path, line, message):
     """With the file and the line to look at."""
-    (tmp_path / "kernels.py").write_text(f"import numpy as np\n\ndef kernel(x):\n    {line}\n")
+    (tmp_path / "kernels.py").write_text(f"import numpy as np; from numpy import prod\n\ndef kernel(x):\n    {line}\n")
     spec = importlib.util.spec_from_file_location("kernels_that_are_refused", tmp_path / "kernels.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -899,6 +1013,14 @@ def calls_a_helper_that_uses_numpy(x, y, ids):
     innocent_helper(x)
 
 
+this_module = sys.modules[__name__]
+
+
+@breaks("in helper_of_a_helper, a kernel may not use the module numpy")
+def calls_a_helper_of_a_module(x, y, ids):
+    this_module.innocent_helper(x)
+
+
 @pytest.mark.parametrize("kernel, message, cores", BROKEN_KERNELS)
 def test_broken_kernel(kernel, message, cores):
     with pytest.raises(NkiError, match=message):
@@ -906,7 +1028,7 @@ def test_broken_kernel(kernel, message, cores):
 
 
 def test_arguments():
-    """Only what a device has: no lists, no 64-bit tensors."""
+    """Only what a device has: no lists, no 64-bit tensors, none with holes or turned."""
 
     def kernel(x):
         return store(load(x))
@@ -917,7 +1039,10 @@ def test_arguments():
         jit(kernel)(torch.zeros(4, 4, dtype=torch.int64))
     x = random(4, 4)
     assert torch.equal(jit(kernel)(x.numpy()), x)
-    assert torch.equal(jit(kernel)(x=x.T), x.T)
+    assert torch.equal(jit(kernel)(x=x), x)
+    for turned in (x.T, x[:, :2]):
+        with pytest.raises(NkiError, match="an argument has strides"):
+            jit(kernel)(turned)
 
 
 def test_instructions_outside_of_a_kernel():
@@ -1011,6 +1136,30 @@ def test_cycles_of_two_tensors(dtype, columns, cycles):
         return store(wide)
 
     assert cycles_of(kernel, dtype, columns).cycles["vector"] == cycles
+
+
+@pytest.mark.parametrize("dtype, cycles", [(nl.bfloat16, 128), (nl.float32, 512)])
+def test_cycles_of_tensor_scalar(dtype, cycles):
+    """As those of a copy."""
+
+    def kernel(dtype):
+        wide = nl.ndarray((8, 512), dtype, nl.sbuf)
+        nisa.memset(wide, 0, engine=nisa.engine.gpsimd)
+        nisa.tensor_scalar(wide, wide, op0=nl.multiply, operand0=2.0)
+        return store(wide)
+
+    assert cycles_of(kernel, dtype).cycles["vector"] == cycles
+
+
+def test_reading_a_sum_out_takes_64_cycles_more():
+    def kernel(x):
+        x, total = load(x), nl.ndarray((8, 1), nl.float32, nl.sbuf)
+        nisa.activation(
+            x, op=nl.copy, data=x, reduce_op=nl.add, reduce_res=total, reduce_cmd=nisa.reduce_cmd.reset_reduce
+        )
+        return store(x)
+
+    assert cycles_of(kernel, random(8, 512)).cycles["scalar"] == 512 + 64
 
 
 def test_float32_matmuls_take_four_passes():

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tests.nki
-from qwen3_trn import moe
+from qwen3_trn import dispatch
 from qwen3_trn.errors import UserError
 from qwen3_trn.kernels import nkilib
 from qwen3_trn.model import document_mask
@@ -345,10 +345,10 @@ def make_experts(num_tokens: int, num_experts: int, hidden: int = 64, intermedia
 def run_experts(op, tensors: dict[str, Tensor], expert_ids: Tensor, weights: Tensor, out_grad: Tensor):
     """The layer's output and every gradient, by name."""
     leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in tensors.items()}
-    slots = moe.assign_slots(expert_ids, leaves["gate_proj"].shape[0], 128)
+    slots = dispatch.assign_slots(expert_ids, leaves["gate_proj"].shape[0], 128)
     x, *projections = leaves.values()
     y, gate, up = op(x, *slots, *projections)
-    out = moe.combine(y, weights, *slots[:2])
+    out = dispatch.combine(y, weights, *slots[:2])
     out.backward(out_grad.to(out.dtype))
     used = slots.choice_of_slot < expert_ids.numel()
     outputs = {"out": out, "y": y[used], "gate": gate[used], "up": up[used]}
@@ -375,7 +375,7 @@ def test_experts_equal_the_default(name):
     weights, out_grad = torch.rand(expert_ids.shape), torch.randn(tensors["x"].shape)
     found = run_experts(nkilib.moe_experts, tensors, expert_ids, weights, out_grad)
     exact = {name: tensor.double() for name, tensor in tensors.items()}
-    assert_close(found, run_experts(moe.moe_experts, exact, expert_ids, weights.double(), out_grad.bfloat16()))
+    assert_close(found, run_experts(dispatch.moe_experts, exact, expert_ids, weights.double(), out_grad.bfloat16()))
 
 
 def test_weights_gradients_are_summed_in_fp32():
@@ -386,7 +386,7 @@ def test_weights_gradients_are_summed_in_fp32():
     weights, out_grad = torch.ones(expert_ids.shape), torch.ones(tensors["x"].shape)
     found = run_experts(nkilib.moe_experts, tensors, expert_ids, weights, out_grad)
     exact = {name: tensor.double() for name, tensor in tensors.items()}
-    assert_close(found, run_experts(moe.moe_experts, exact, expert_ids, weights.double(), out_grad))
+    assert_close(found, run_experts(dispatch.moe_experts, exact, expert_ids, weights.double(), out_grad))
 
 
 def test_experts_compile_without_a_break():

@@ -22,8 +22,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEm
 from qwen3_trn import hf
 from qwen3_trn.config import Qwen3Config
 from qwen3_trn.loss import IGNORE_INDEX
-from qwen3_trn.model import Qwen3ForCausalLM, RMSNorm, rope_tables
+from qwen3_trn.model import Qwen3ForCausalLM, RMSNorm
 from qwen3_trn.moe import RouterStats, balance_loss
+from qwen3_trn.rope import rope_tables
 from tests.common import tiny_config
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}

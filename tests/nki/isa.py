@@ -24,8 +24,8 @@ from tests.nki.memory import (
 )
 
 MAX_MOVING = 512  # free elements of nc_matmul's moving tile
-ARITHMETIC = {nl.add, nl.multiply}
-ACTIVATIONS = {nl.silu, nl.silu_dx}
+ARITHMETIC = {nl.add, nl.subtract, nl.multiply}
+ACTIVATIONS = {nl.copy, nl.silu, nl.silu_dx}
 # What each engine reads and what it writes.
 MEMORY_OF = {
     "tensor": (("sbuf",), ("psum",)),
@@ -42,6 +42,10 @@ class engine(Enum):  # NKI's names are in lower case
 
 class oob_mode(Enum):
     error, skip = range(2)
+
+
+class reduce_cmd(Enum):
+    idle, reset, reduce, reset_reduce = range(4)
 
 
 # Checks that instructions share
@@ -79,6 +83,12 @@ def _check_same(what: str, dst: NkiTensor, *reads: NkiTensor) -> None:
         check(same, f"{what}: {t} into {dst}: partitions or elements per partition differ")
 
 
+def _check_column(what: str, column: NkiTensor, t: NkiTensor) -> None:
+    """One float32 value for each partition of t."""
+    right = column.dtype == "float32" and column.shape[0] == t.shape[0] and column.free_size == 1
+    check(right, f"{what} is {column}: wants float32 [{t.shape[0]}, 1]")
+
+
 def _check_bank(what: str, dst: NkiTensor) -> None:
     start = (dst.start() % dst.storage.row) * dst.itemsize
     end = start + (1 + sum((n - 1) * s for n, s in zip(dst.shape[1:], dst.strides[1:], strict=True))) * dst.itemsize
@@ -102,7 +112,7 @@ def _spend(what: str, on: str, cycles: float, *operands) -> None:
 # Data movement
 
 
-def dma_copy(dst, src, oob_mode=oob_mode.error, name=None):
+def dma_copy(dst, src, oob_mode=oob_mode.error):
     """Copy between HBM and SBUF, in row-major order of either side; casts. No PSUM.
 
     Indexed rows of src (`.ap(vector_offset=)`) are gathered. An index out of range is an error, or with oob_mode.skip
@@ -125,7 +135,7 @@ def dma_copy(dst, src, oob_mode=oob_mode.error, name=None):
     _spend_dma("dma_copy", cost.dma(dst, src), dst, src)
 
 
-def dma_transpose(dst, src, name=None):
+def dma_transpose(dst, src):
     """dst[j, i] = src[i, j], from HBM or SBUF to SBUF, of the same dtype. Of its forms only the static 2-D one."""
     _check_operands("dma_transpose", "dma", [dst], [src])
     check(dst.buffer == "sbuf", f"dma_transpose writes SBUF, found {dst}")
@@ -136,7 +146,7 @@ def dma_transpose(dst, src, name=None):
     _spend_dma("dma_transpose", cost.dma_transpose(dst), dst, src)
 
 
-def sendrecv(src, dst, send_to_rank, recv_from_rank, pipe_id, name=None):
+def sendrecv(src, dst, send_to_rank, recv_from_rank, pipe_id):
     """Send src to the other core's dst, and receive its src in dst. SBUF to SBUF, of one shape and dtype on both.
 
     The n-th on one core meets the n-th on the other.
@@ -163,7 +173,7 @@ def _spend_dma(what: str, moved_and_time: tuple[int, float], dst: NkiTensor, src
 # Tensor engine
 
 
-def nc_matmul(dst, stationary, moving, accumulate=None, name=None):
+def nc_matmul(dst, stationary, moving, accumulate=None):
     """dst[M, N] = or, if `accumulate`, += stationary[K, M].T @ moving[K, N], products and sums in float32.
 
     K and M up to 128, N up to 512; dst is float32 in one bank of PSUM. Only what a matmul has begun can be accumulated
@@ -191,7 +201,7 @@ def nc_matmul(dst, stationary, moving, accumulate=None, name=None):
     _spend("nc_matmul", "tensor", cost.matmul(stationary, moving), dst, stationary, moving, accumulate)
 
 
-def nc_transpose(dst, data, name=None):
+def nc_transpose(dst, data):
     """dst[F, P] = data[P, F] bit by bit, on the tensor engine: from SBUF to PSUM, up to 128 x 128, of one dtype."""
     _check_operands("nc_transpose", "tensor", [dst], [data])
     check(max(data.shape[0], data.free_size) <= PARTITIONS, f"nc_transpose of {data}: up to {PARTITIONS} each way")
@@ -206,7 +216,7 @@ def nc_transpose(dst, data, name=None):
 # Vector, scalar and GpSimd engines
 
 
-def tensor_copy(dst, src, engine=engine.unknown, name=None):
+def tensor_copy(dst, src, engine=engine.unknown):
     """dst = src, cast; of the same dtype bit by bit, except on ScalarE."""
     on = _choose("tensor_copy", engine, "vector", "scalar", "gpsimd")
     _check_operands("tensor_copy", on, [dst], [src])
@@ -216,16 +226,17 @@ def tensor_copy(dst, src, engine=engine.unknown, name=None):
     _spend("tensor_copy", on, cycles, dst, src)
 
 
-def memset(dst, value, engine=engine.unknown, name=None):
+def memset(dst, value, engine=engine.unknown):
     """dst = a constant."""
     on = _choose("memset", engine, "vector", "gpsimd")
     _check_operands("memset", on, [dst], [])
-    check(type(value) in ((int,) if dst.dtype == "int32" else (int, float)), f"memset of {dst} to {value!r}")
+    legal = type(value) is int and -(2**31) <= value < 2**31 if dst.dtype == "int32" else type(value) in (int, float)
+    check(legal, f"memset of {dst} to {value!r}")
     dst.write(np.full(dst.shape, value, np.int32 if dst.dtype == "int32" else np.float32))
     _spend("memset", on, cost.elementwise([dst], 1 / 2 if dst.itemsize == 2 and value == 0 else 1), dst, value)
 
 
-def tensor_tensor(dst, data1, data2, op, engine=engine.unknown, name=None):
+def tensor_tensor(dst, data1, data2, op, engine=engine.unknown):
     """dst = data1 op data2, element by element; at most one of the inputs is in PSUM."""
     on = _choose("tensor_tensor", engine, "vector", "gpsimd")
     _check_operands("tensor_tensor", on, [dst], [data1, data2])
@@ -238,13 +249,47 @@ def tensor_tensor(dst, data1, data2, op, engine=engine.unknown, name=None):
     _spend("tensor_tensor", on, cycles, dst, data1, data2, op.__name__)
 
 
-def activation(dst, op, data, name=None):
-    """dst = op(data) on ScalarE."""
+def tensor_scalar(dst, data, op0, operand0, engine=engine.unknown):
+    """dst = data op0 operand0: a constant, or a float32 tile [P, 1] with a value for each partition.
+
+    Of its operations only one; on VectorE, since the other engines take few of them.
+    """
+    on = _choose("tensor_scalar", engine, "vector")
+    is_tile = isinstance(operand0, NkiTensor)
+    check(is_tile or type(operand0) in (int, float), f"tensor_scalar: operand0 {operand0!r} is no number and no tensor")
+    _check_operands("tensor_scalar", on, [dst], [data, operand0] if is_tile else [data])
+    _check_same("tensor_scalar", dst, data)
+    check(op0 in ARITHMETIC, f"tensor_scalar: op0 {op0}")
+    if is_tile:
+        _check_column("tensor_scalar: operand0", operand0, data)
+        check(not operand0.dynamic, "tensor_scalar: operand0 has a run-time offset; its cost is not known here")
+    dst.write(op0(_floats(data), _floats(operand0) if is_tile else np.float32(operand0)))
+    _spend("tensor_scalar", on, cost.copy(dst, data), dst, data, op0.__name__, operand0)
+
+
+def activation(dst, op, data, reduce_op=None, reduce_res=None, reduce_cmd=reduce_cmd.idle):
+    """dst = op(data) on ScalarE, and with reduce_cmd.reset_reduce reduce_res[P, 1] = the sum of op(data) over a row.
+
+    ScalarE sums in registers that outlive the instruction: the other commands, which leave something in them for a
+    later one, are refused here.
+    """
     _check_operands("activation", "scalar", [dst], [data])
     _check_same("activation", dst, data)
     check(op in ACTIVATIONS, f"activation: op {op}")
-    dst.write(op(_floats(data)))
-    _spend("activation", "scalar", cost.elementwise([dst, data]), dst, data, op.__name__)
+    result = op(_floats(data))
+    dst.write(result)
+    sums = reduce_cmd.name == "reset_reduce"
+    check(sums or reduce_cmd.name == "idle", f"activation: {reduce_cmd} keeps sums in ScalarE's registers")
+    given = [reduce_op is not None, reduce_res is not None]
+    check(given == [sums, sums], "activation: a sum wants reduce_op, reduce_res and reduce_cmd")
+    if sums:
+        check(reduce_op == nl.add, f"activation: reduce_op {reduce_op}; ScalarE only adds")
+        _check_operands("activation", "scalar", [reduce_res], [])
+        _check_column("activation: reduce_res", reduce_res, data)
+        check(not reduce_res.dynamic, "activation: reduce_res has a run-time offset; its cost is not known here")
+        reduce_res.write(result.sum(1, dtype=np.float32))
+    cycles = cost.elementwise([dst, data]) + (cost.MIN_CYCLES if sums else 0)
+    _spend("activation", "scalar", cycles, dst, data, op.__name__, reduce_res)
 
 
 # Registers

@@ -92,9 +92,11 @@ def _input(arg):
         check(not isinstance(arg, list), "an argument is a list: kernels take tuples")
         return arg
     check(arg.dtype in DTYPES and arg.device.type == "cpu", f"an argument is {arg.dtype} on {arg.device}")
+    strides = arg.stride()
+    check(arg.is_contiguous(), f"an argument has strides {strides}: what a launch makes of them is not documented")
     values = arg.detach().float() if arg.dtype == torch.bfloat16 else arg.detach()
     # A copy: NumPy keeps the memory that it shares, and FSDP could not free its gathered weights any more.
-    values = values.clone(memory_format=torch.contiguous_format).numpy().reshape(-1)
+    values = values.clone().numpy().reshape(-1)
     return whole(Buffer("input", tuple(arg.shape), DTYPES[arg.dtype], values))
 
 

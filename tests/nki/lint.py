@@ -53,6 +53,8 @@ def _check_function(fn: FunctionType, may_be_decorated: bool) -> list[FunctionTy
     lines, first = inspect.getsourcelines(fn)
     tree = ast.parse(textwrap.dedent("".join(lines)))
     helpers = []
+    if may_be_decorated:
+        tree.body[0].decorator_list.clear()
 
     def refuse(node: ast.AST, what: str) -> None:
         line = first + getattr(node, "lineno", 1) - 1
@@ -63,15 +65,25 @@ def _check_function(fn: FunctionType, may_be_decorated: bool) -> list[FunctionTy
             if type(operator) in REFUSED:
                 refuse(node, REFUSED[type(operator)])
         if isinstance(node, ast.FunctionDef):
-            decorated = node.decorator_list and not (may_be_decorated and node is tree.body[0])
-            if decorated:
+            if node.decorator_list:
                 refuse(node, "a decorator on a helper")
             if node.args.kwonlyargs or node.args.vararg or node.args.kwarg:
                 refuse(node, "keyword-only or variable arguments")
-        if isinstance(node, ast.Name):
-            value = fn.__globals__.get(node.id)
-            if isinstance(value, FunctionType):
-                helpers.append(value)
-            elif isinstance(value, ModuleType) and value.__name__.split(".")[0] in ("numpy", "torch", "math"):
-                refuse(node, f"the module {value.__name__}")
+        value = _find_value(node, fn)
+        home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or ""
+        if home.split(".")[0] in ("numpy", "torch", "math"):
+            refuse(node, f"the module {home}")
+        if isinstance(value, FunctionType):
+            helpers.append(value)
     return helpers
+
+
+def _find_value(node: ast.AST, fn: FunctionType):
+    """What a name, or a name in a module other than nki's, stands for where `fn` is written; None for anything else."""
+    if isinstance(node, ast.Name):
+        return fn.__globals__.get(node.id)
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        module = fn.__globals__.get(node.value.id)
+        if isinstance(module, ModuleType) and not module.__name__.startswith(("nki.", "tests.nki.")):
+            return getattr(module, node.attr, None)
+    return None

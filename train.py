@@ -357,34 +357,35 @@ def train(args: TrainConfig) -> tuple[Path, bool]:
         if num_supervised == 0:
             state["skipped_steps"] += 1
             print0(f"warning: step {step} has no supervised token; it is skipped ({state['skipped_steps']} so far)")
-            continue
-
-        coefficients = settings.router_aux_loss_coef, args.router_z_loss_coef
-        compute = partial(forward_backward, model, batches, num_supervised, *coefficients, args.tp)
-        with guard.step():
-            losses, router = compute()
-            grad_norm = clip_grad_norm_(model.parameters(), args.max_grad_norm, ep_enabled=args.ep > 1)
-            values = read_step(losses, grad_norm, router)
-        if changes := guard.changes():
-            first = ", ".join(changes[:3])
-            print0(
-                f"warning: step {step} ran {len(changes)} new shapes, which {device.type} had to compile: {first} ..."
-            )
-        if args.moe_capacity:
-            state["dropped_choices"] += values.get("dropped_choices", 0)
-        if step == 1 and pretrained and args.load_check:
-            check_loaded(values["loss"], config)
-        if math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"]):
-            optimizer.step()
-            state["bad_steps_in_a_row"] = 0
+            values = {}
         else:
-            state["skipped_steps"] += 1
-            state["bad_steps_in_a_row"] += 1
-            print0(
-                f"warning: step {step} has loss {values['loss']} and gradient norm {values['grad_norm']}; it is not "
-                f"applied ({state['skipped_steps']} skipped so far)"
-            )
-        optimizer.zero_grad()
+            coefficients = settings.router_aux_loss_coef, args.router_z_loss_coef
+            compute = partial(forward_backward, model, batches, num_supervised, *coefficients, args.tp)
+            with guard.step():
+                losses, router = compute()
+                grad_norm = clip_grad_norm_(model.parameters(), args.max_grad_norm, ep_enabled=args.ep > 1)
+                values = read_step(losses, grad_norm, router)
+            if changes := guard.changes():
+                first = ", ".join(changes[:3])
+                print0(
+                    f"warning: step {step} ran {len(changes)} new shapes, which {device.type} had to compile: "
+                    f"{first} ..."
+                )
+            if args.moe_capacity:
+                state["dropped_choices"] += values.get("dropped_choices", 0)
+            if step == 1 and pretrained and args.load_check:
+                check_loaded(values["loss"], config)
+            if math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"]):
+                optimizer.step()
+                state["bad_steps_in_a_row"] = 0
+            else:
+                state["skipped_steps"] += 1
+                state["bad_steps_in_a_row"] += 1
+                print0(
+                    f"warning: step {step} has loss {values['loss']} and gradient norm {values['grad_norm']}; it is "
+                    f"not applied ({state['skipped_steps']} skipped so far)"
+                )
+            optimizer.zero_grad()
         if state["bad_steps_in_a_row"] >= args.max_bad_steps:
             end_save(saver, args.on_save_error)
             raise UserError(

@@ -234,6 +234,7 @@ def test_a_check_that_crashes_is_an_error_and_not_the_end():
     assert finding.found.startswith("NotImplementedError: Could not run") and "Second line." in finding.details
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_two_ranks_print_once_and_agree(tmp_path):
     """The real thing, on a CPU: every path exists there."""

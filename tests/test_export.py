@@ -419,7 +419,8 @@ def test_a_wrong_config_is_found_and_nothing_is_left(tmp_path, runs, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", [pytest.param("dense", marks=pytest.mark.slow), "moe"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dense", "moe"])
 def test_any_layout_exports_the_same_bytes(name, tmp_path):
     """What was loaded on 4 ranks, split in any way, comes out as save_pretrained in one process writes it."""
     from tests.run_reexport import LAYOUTS

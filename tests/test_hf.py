@@ -575,7 +575,7 @@ def write_cases(folder: Path, ranks: int) -> dict[str, dict[str, Tensor]]:
     return expected
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.timeout(200)
 def test_sharded(tmp_path, ranks):
     """The assertions about what each rank holds and reads are in tests/run_hf.py."""

@@ -13,7 +13,10 @@ from tests.common import run_python, succeeded, tiny_config
 from tests.run_layouts import CASES, MODELS, forced_routing, randomise, run_steps
 
 COMPILED = [name for name, case in CASES.items() if "compile_backend" in case[3]]
-EAGER = [name for name in CASES if name not in COMPILED]
+ON_4_RANKS = [name for name, case in CASES.items() if case[0] == 4]
+DEFAULT = [name for name in CASES if name not in COMPILED + ON_4_RANKS]
+DEFAULT += ["dense-tp2-hsdp", "moe-ep2-hsdp", "moe-tp2-ep2-fsdp2", "few-tp2-fsdp2"]
+MORE_ON_4_RANKS = [name for name in ON_4_RANKS if name not in DEFAULT]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +43,7 @@ def run_cases(names: list[str], out) -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return run_cases(EAGER, tmp_path_factory.mktemp("layouts"))
+    return run_cases(DEFAULT, tmp_path_factory.mktemp("layouts"))
 
 
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -61,16 +64,17 @@ def assert_same_steps(result: dict, reference: dict) -> None:
             assert found[key] == pytest.approx(expected[key], rel=1e-5, abs=1e-7), key
 
 
-@pytest.mark.parametrize("case", EAGER)
+@pytest.mark.parametrize("case", DEFAULT)
 def test_layout_gives_one_processs_numbers(results, references, case):
     assert_same_steps(results[case], references[CASES[case][1]])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_compiled_layouts_give_one_processs_numbers(references, tmp_path):
-    results = run_cases(COMPILED, tmp_path)
-    assert sorted(results) == sorted(COMPILED)
+@pytest.mark.parametrize("cases", [COMPILED, MORE_ON_4_RANKS], ids=["compiled", "on 4 ranks"])
+def test_more_layouts_give_one_processs_numbers(references, tmp_path, cases):
+    results = run_cases(cases, tmp_path)
+    assert sorted(results) == sorted(cases)
     for case, result in results.items():
         assert_same_steps(result, references[CASES[case][1]])
 

@@ -130,11 +130,16 @@ def test_data_without_supervised_tokens_is_skipped_and_said(cache, tmp_path, mon
     """Rows of one token: those that hold an end of text have no label, and nothing turns into nan."""
     (tmp_path / "short.txt").write_text("a")
     flags = ["--data", tmp_path / "short.txt", "--seq-len", 1, "--global-batch-size", 1, "--steps", 8]
+    (tmp_path / "eval.txt").write_text("Mia has a ball.")
+    flags += ["--eval-data", tmp_path / "eval.txt", "--eval-every", 1, "--save-every", 1, "--keep", 8]
     found = in_process(monkeypatch, tmp_path / "run", *flags)
     printed = capsys.readouterr().out
     assert "has no supervised token; it is skipped" in printed
-    assert all(math.isfinite(record["loss"]) for record in found)
-    state = json.loads((tmp_path / "run" / "checkpoints" / "step_8" / "trainer.json").read_text())
+    losses = [record["loss"] for record in found if "loss" in record]
+    assert len(losses) == 4 and all(map(math.isfinite, losses))
+    for step in range(1, 9):  # what is due after a step is due after one that is skipped
+        state = json.loads((tmp_path / "run" / "checkpoints" / f"step_{step}" / "trainer.json").read_text())
+        assert found[step - 1]["step"] == step and found[step - 1]["eval_loss"] > 0
     assert state["skipped_steps"] == printed.count("is skipped") == 4
 
 

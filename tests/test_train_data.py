@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
-from qwen3_trn import encode, evaluate
+from qwen3_trn import encode
 from qwen3_trn.checkpoint import find_checkpoint, list_checkpoints, read_state
 from qwen3_trn.config import TrainConfig
 from qwen3_trn.errors import UserError
@@ -42,8 +42,6 @@ def write_lines(path, values) -> str:
 def data(tmp_path, cache, monkeypatch):
     """Names for --data, by kind."""
     monkeypatch.setattr(encode, "PART_BYTES", 2000)
-    monkeypatch.setattr(evaluate, "NEW_TOKENS", 8)
-    monkeypatch.setattr(evaluate, "SAMPLE_LENGTHS", 16)
     (tmp_path / "text.txt").write_text("\n<|endoftext|>\n".join(f"Mia lost hat number {n}. " * 3 for n in range(60)))
     text, chats = str(tmp_path / "text.txt"), write_lines(tmp_path / "chat.jsonl", map(make_conversation, range(40)))
     return {

@@ -42,7 +42,7 @@ TOKENIZER_FILES = (
     *("special_tokens_map.json", "chat_template.jinja", "chat_template.json"),
 )
 
-BATCH_BYTES = 1 << 20  # for each, the tokenizer takes some 14
+BATCH_BYTES = 1 << 20  # of records; the tokenizer holds some 14 bytes for each
 BYTES_A_WORKER = 1 << 24  # a process takes seconds to start; for less it does not pay
 MIN_WORKERS = 5  # one process renders as fast as the tokenizer takes it on up to four cores
 MAX_THREADS = 16  # what Python does to texts takes a sixteenth of the time

@@ -100,31 +100,37 @@ def check_kernels(inputs_of: Callable[[str], list[Arguments]]) -> list[str]:
 
     Raises UserError on every rank if they disagree on any.
     """
-    lines, failure = [], None
+    lines = []
     for op, override in registry.overrides().items():
         for arguments in inputs_of(op):
             tolerance = max(TOLERANCE[argument.dtype] for argument in arguments if _is_float(argument))
             try:
-                found = _compute(op, override.function, arguments)
+                found = _compute(op, override.name, override.function, arguments)
             except Exception as error:
                 error.add_note(f"In --kernel {op}={override.name}, on the small input of --check-kernels.")
                 raise
-            expected = _compute(op, registry.default_of(op), _default_arguments(op, arguments))
+            expected = _compute(op, "PyTorch's", registry.default_of(op), _default_arguments(op, arguments))
             differences = {name: _difference(found.get(name), tensor) for name, tensor in expected.items()}
             text = ", ".join(f"{name} {difference:.1e}" for name, difference in differences.items())
             lines.append(f"           checked {op}, differences over the largest value: {text}")
+            failure = None
             # `not <=` rather than `>`, so that nan fails too.
             if not all(difference <= tolerance for difference in differences.values()):
-                failure = failure or (
+                failure = (
                     f"--kernel {op}={override.name} computes something else than PyTorch's {op}. Differences over the "
                     f"largest value: {text} (inf: no tensor of this shape and dtype); expected at most {tolerance:g}."
                 )
+            _raise_together(failure)
+    return lines
+
+
+def _raise_together(failure: str | None) -> None:
+    """Raises UserError on every rank if any rank has a failure: the first of them. Collective."""
     failures: list[str | None] = [None] * launch.WORLD_SIZE
     dist.all_gather_object(failures, failure)
     for rank, found_there in enumerate(failures):
         if found_there:
             raise UserError(f"{found_there} (rank {rank})")
-    return lines
 
 
 def _is_float(argument: Any) -> bool:
@@ -138,14 +144,26 @@ def _default_arguments(op: str, arguments: Arguments) -> Arguments:
     return *arguments[:3], document_mask(arguments[3])
 
 
-def _compute(op: str, function: Callable, arguments: Arguments) -> dict[str, Tensor]:
+def _compute(op: str, kernel: str, function: Callable, arguments: Arguments) -> dict[str, Tensor]:
     """By name, what `function` returns and the gradients of its floating-point arguments, for a random gradient.
 
-    Nothing if it does not return tensors. Raises UserError if it changes an argument, which others read too.
+    Nothing if it does not return tensors. Collective. Raises UserError if on any rank it changes an argument, which
+    others read too.
     """
     names = registry.parameters_of(op)
     leaves = [a.detach().clone().requires_grad_(_is_float(a)) if isinstance(a, Tensor) else a for a in arguments]
-    outputs = function(*leaves)
+    # As in the model, x and its like are results of others, which autograd lets be changed in place.
+    given = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def check_unchanged() -> None:
+        failure = None
+        for name, tensor, argument in zip(names, given, arguments, strict=True):
+            if isinstance(tensor, Tensor) and not torch.equal(tensor.detach(), argument):
+                failure = f"--kernel {op}={kernel} changes its argument {name}, which others read too. Work on a copy."
+        _raise_together(failure)
+
+    outputs = function(*given)
+    check_unchanged()  # before backward, which would say less of it
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     if not all(isinstance(output, Tensor) for output in outputs) or (op == "moe_experts" and len(outputs) != 3):
         return {}
@@ -157,9 +175,7 @@ def _compute(op: str, function: Callable, arguments: Arguments) -> dict[str, Ten
     for output in outputs:
         if output.requires_grad:
             output.backward(torch.randn(output.shape, generator=generator).to(output), retain_graph=True)
-    for name, leaf, argument in zip(names, leaves, arguments, strict=True):
-        if isinstance(argument, Tensor) and not torch.equal(leaf.detach(), argument):
-            raise UserError(f"--kernel {op}=... changes its argument {name}, which others read too. Work on a copy.")
+    check_unchanged()
     found = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
     grads = ((name, leaf.grad) for name, leaf in zip(names, leaves, strict=True) if _is_float(leaf))
     return found | {f"gradient of {name}": grad for name, grad in grads if grad is not None}

@@ -19,6 +19,7 @@ from qwen3_trn.kernels.nki_moe import (
     choices_bytes,
     import_failed,
     needs_cores,
+    needs_shapes,
     needs_slots,
     row_tiles,
     slot_tiles,
@@ -43,20 +44,21 @@ def backward_bytes(hidden: int, num_slots: int, itemsize: int) -> int:
 
 def supports(y: Tensor, weights: Tensor, choice_of_slot: Tensor, slot_of_choice: Tensor) -> str | None:
     """Why the kernels cannot take these arguments of `moe_combine` (meta tensors do), or None if they can."""
-    (num_slots, hidden), (num_tokens, k) = y.shape, weights.shape
     if reason := needs_cores():
         return reason
     if y.dtype not in (torch.bfloat16, torch.float32):
         return f"dtype {y.dtype}; the kernels compute in bfloat16 or float32"
     if weights.dtype != torch.float32:
         return f"weights of dtype {weights.dtype}; expected float32"
-    if reason := needs_slots(choice_of_slot, slot_of_choice):
+    shapes = {
+        "y": (y, "S H"),
+        "weights": (weights, "N k"),
+        "choice_of_slot": (choice_of_slot, "S"),
+        "slot_of_choice": (slot_of_choice, "N k"),
+    }
+    if reason := needs_shapes(shapes) or needs_slots(choice_of_slot, slot_of_choice):
         return reason
-    if y.shape[0] != choice_of_slot.shape[0] or weights.shape != slot_of_choice.shape:
-        return (
-            f"y {list(y.shape)} and weights {list(weights.shape)} with {choice_of_slot.shape[0]} slots and "
-            f"choices {list(slot_of_choice.shape)}; expected a row a slot, and a weight a choice"
-        )
+    (num_slots, hidden), (num_tokens, k) = y.shape, weights.shape
     if hidden % NUM_CORES:
         return f"hidden_size {hidden}; expected a multiple of {NUM_CORES}"
     if forward_bytes(hidden, k, num_tokens, y.itemsize) > SBUF_BYTES:

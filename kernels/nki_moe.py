@@ -102,20 +102,55 @@ def needs_cores() -> str | None:
     return None
 
 
-def needs_slots(choice_of_slot: Tensor, slot_of_choice: Tensor) -> str | None:
-    """Why slots do not fit kernels that take tiles of rows; None if they do."""
-    for indices in (choice_of_slot, slot_of_choice):
+def needs_shapes(expected: dict[str, tuple[Tensor, str]]) -> str | None:
+    """Why shapes do not go together; None if they do.
+
+    expected: by name, a tensor and its dimensions, as "N H". Those of one letter must be of one size, which is not 0.
+    """
+    sizes: dict[str, int] = {}
+    for name, (tensor, letters) in expected.items():
+        dims, shape = letters.split(), list(tensor.shape)
+        if 0 in shape:
+            return f"{name} is empty: its shape is {shape}"
+        fitting = [sizes.get(dim, dim) for dim in dims]
+        sizes = dict(zip(dims, shape, strict=False)) | sizes
+        if shape != [sizes.get(dim) for dim in dims]:
+            return f"{name} of shape {shape}; expected [{', '.join(map(str, fitting))}]"
+    return None
+
+
+def needs_slots(choice_of_slot: Tensor, *others: Tensor) -> str | None:
+    """Why slots do not fit kernels that take tiles of rows; None if they do. others: the rest of `Slots`, or part."""
+    for indices in (choice_of_slot, *others):
         if indices.dtype != torch.int32:
             return f"slots of dtype {indices.dtype}; expected int32"
     if choice_of_slot.shape[0] % TILE:
         return f"{choice_of_slot.shape[0]} slots; expected a multiple of {TILE}: assign_slots(..., block={TILE})"
-    if not (choice_of_slot.numel() and slot_of_choice.numel()):
-        return f"{choice_of_slot.shape[0]} slots for {slot_of_choice.shape[0]} tokens; expected some of both"
     return None
 
 
-def needs_widths(gate_proj: Tensor, multiple: int) -> str | None:
-    """Why widths do not fit kernels that take `multiple` columns; None if they do."""
+def needs_layout(
+    x: Tensor,
+    choice_of_slot: Tensor,
+    slot_of_choice: Tensor,
+    group_ends: Tensor,
+    gate_proj: Tensor,
+    up_proj: Tensor,
+    down_proj: Tensor,
+    multiple: int,
+) -> str | None:
+    """Why arguments of `moe_experts` do not fit kernels that take `multiple` columns of a width; None if they do."""
+    shapes = {
+        "x": (x, "N H"),
+        "choice_of_slot": (choice_of_slot, "S"),
+        "slot_of_choice": (slot_of_choice, "N k"),
+        "group_ends": (group_ends, "E"),
+        "gate_proj": (gate_proj, "E I H"),
+        "up_proj": (up_proj, "E I H"),
+        "down_proj": (down_proj, "E H I"),
+    }
+    if reason := needs_shapes(shapes) or needs_slots(choice_of_slot, slot_of_choice, group_ends):
+        return reason
     _, intermediate, hidden = gate_proj.shape
     for name, size in (("hidden_size", hidden), ("moe_intermediate_size (of this rank)", intermediate)):
         if size % multiple:
@@ -140,17 +175,20 @@ def supports(
     up_proj: Tensor,
     down_proj: Tensor,
 ) -> str | None:
-    """Why the kernels cannot take these arguments of `moe_experts` (meta tensors do), or None if they can."""
-    hidden = gate_proj.shape[2]
+    """Why the kernels cannot take these arguments of `moe_experts` (meta tensors do), or None if they can.
+
+    Values are not looked at: that groups end at multiples of 128 is up to the caller.
+    """
     if reason := needs_cores():
         return reason
     if x.dtype not in (torch.bfloat16, torch.float32):
         return f"dtype {x.dtype}; the kernels compute in bfloat16 or float32"
     if any(weight.dtype != x.dtype for weight in (gate_proj, up_proj, down_proj)):
         return f"weights of dtype {gate_proj.dtype}, {up_proj.dtype}, {down_proj.dtype} with tokens of {x.dtype}"
-    if reason := needs_slots(choice_of_slot, slot_of_choice) or needs_widths(gate_proj, STEP):
+    arguments = (x, choice_of_slot, slot_of_choice, group_ends, gate_proj, up_proj, down_proj)
+    if reason := needs_layout(*arguments, STEP):
         return reason
-    num_tokens, k = slot_of_choice.shape
+    (num_tokens, k), hidden = slot_of_choice.shape, x.shape[1]
     if sum_bytes(hidden, k, num_tokens, x.itemsize) > SBUF_BYTES:
         return f"{num_tokens} tokens with {k} choices: their sum does not fit into {SBUF_BYTES // 1024} KiB of SBUF"
     for kernel, bytes_of in (("forward", forward_bytes), ("backward", backward_bytes)):

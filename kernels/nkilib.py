@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qwen3_trn.dispatch import gather_rows, sum_over_choices
 from qwen3_trn.errors import UserError
-from qwen3_trn.kernels.nki_moe import NUM_CORES, TILE, import_failed, needs_cores, needs_slots, needs_widths
+from qwen3_trn.kernels.nki_moe import NUM_CORES, TILE, import_failed, needs_cores, needs_layout, needs_shapes
 
 KEYS = 512  # attention_bwd works on so many keys at a time
 MAX_HEAD_DIM = 128
@@ -35,9 +35,12 @@ def _needs_bfloat16(*tensors: Tensor) -> str | None:
 
 def needs_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str | None:
     """Why the kernels cannot take these arguments of `attention` (meta tensors do), or None if they can."""
-    batch, heads, length, head_dim = q.shape
-    if reason := needs_cores() or _needs_bfloat16(q, k, v):
+    shapes = {"q": (q, "B Q T D"), "k": (k, "B K T D"), "v": (v, "B K T D")}
+    if reason := needs_cores() or _needs_bfloat16(q, k, v) or needs_shapes(shapes):
         return reason
+    batch, heads, length, head_dim = q.shape
+    if heads % k.shape[1]:
+        return f"{heads} heads of q with {k.shape[1]} of k and v; expected a multiple"
     if mask is not None and (mask.dtype != torch.int32 or mask.shape != (batch, length)):
         return f"a mask of {mask.dtype} {list(mask.shape)}; expected each query's first key, int32 {[batch, length]}"
     if head_dim > MAX_HEAD_DIM:
@@ -164,11 +167,11 @@ def needs_experts(
     down_proj: Tensor,
 ) -> str | None:
     """Why the kernels cannot take these arguments of `moe_experts` (meta tensors do), or None if they can."""
+    arguments = (x, choice_of_slot, slot_of_choice, group_ends, gate_proj, up_proj, down_proj)
     return (
         needs_cores()
         or _needs_bfloat16(x, gate_proj, up_proj, down_proj)
-        or needs_slots(choice_of_slot, slot_of_choice)
-        or needs_widths(gate_proj, NUM_CORES * SHARD)
+        or needs_layout(*arguments, NUM_CORES * SHARD)
     )
 
 

@@ -97,8 +97,13 @@ def choose(specs: Sequence[str]) -> list[str]:
     """
     chosen: dict[str, Override] = {}
     for spec in specs:
-        op, _, name = spec.partition("=")
+        op, separator, name = spec.partition("=")
         alternatives = _known(op)
+        ours = f"ours: {', '.join(alternatives)}" if alternatives else "there is none of ours"
+        if not separator:
+            raise UserError(
+                f"--kernel {spec}: expected {spec}=NAME, {ours}, or {spec}=package.module:function, your own."
+            )
         if op in chosen:
             raise UserError(f"--kernel names {op} twice: {chosen[op].name} and {name}. Remove one.")
         if re.fullmatch(r"\w+(\.\w+)*:\w+", name):
@@ -106,9 +111,8 @@ def choose(specs: Sequence[str]) -> list[str]:
         elif name in alternatives:
             kernel = alternatives[name]
         else:
-            ours = ", ".join(alternatives) or "none"
             raise UserError(
-                f"--kernel {spec}: there is no kernel {name!r} for {op}. Of ours there is: {ours}; your own is named "
+                f"--kernel {spec}: there is no kernel {name!r} for {op} ({ours}); your own is named "
                 "package.module:function."
             )
         if reason := kernel.available():
@@ -162,7 +166,9 @@ def _load(function: str | Callable, spec: str) -> Callable:
         ) from error
     found: Any = getattr(module, attribute, None)
     if not callable(found):
-        what = "has nothing of this name" if found is None else f"is a {type(found).__name__}, expected a function"
+        what = (
+            "has nothing of this name" if found is None else f"is of type {type(found).__name__}, expected a function"
+        )
         raise UserError(f"--kernel {spec}: {attribute!r} in {module.__file__} {what}.")
     return found
 

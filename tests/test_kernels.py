@@ -74,15 +74,17 @@ def test_the_documentation_has_every_operation_with_its_parameters():
 REFUSED = {
     "nope=nki": r"there is no operation 'nope'. Expected OP=NAME with OP one of .*moe_experts, moe_combine, router",
     "nki": "there is no operation 'nki'. Expected OP=NAME",
-    "moe_experts=fast": "there is no kernel 'fast' for moe_experts. Of ours there is: nki",
-    "moe_experts": "there is no kernel '' for moe_experts",
-    "rms_norm=fast": "there is no kernel 'fast' for rms_norm. Of ours there is: none",
+    "moe_experts=fast": r"there is no kernel 'fast' for moe_experts \(ours: nki, nkilib\)",
+    "moe_experts=": "there is no kernel '' for moe_experts",
+    "moe_experts": "expected moe_experts=NAME, ours: nki, nkilib, or moe_experts=package.module:function, your own",
+    "rms_norm": "expected rms_norm=NAME, there is none of ours, or",
+    "rms_norm=fast": r"there is no kernel 'fast' for rms_norm \(there is none of ours\)",
     "rms_norm=not_there:f": "importing not_there fails: No module named 'not_there'.*PYTHONPATH",
     "rms_norm=my_kernels.part:f": "importing my_kernels.part fails",
     "rms_norm=my_kernels:f": r"'f' in .*my_kernels.py has nothing of this name",
     "rms_norm=my_kernels:": "there is no kernel 'my_kernels:' for rms_norm.*package.module:function",
     "rms_norm=.my_kernels:f": "there is no kernel '.my_kernels:f' for rms_norm",
-    "rms_norm=my_kernels:number": "'number' in .*my_kernels.py is a int, expected a function",
+    "rms_norm=my_kernels:number": "'number' in .*my_kernels.py is of type int, expected a function",
     "rms_norm=my_kernels:short": r"it takes \(x, weight\); rms_norm is called with \(x, weight, eps\)",
     "rms_norm=my_kernels:swapped": r"it takes \(weight, x, eps\); rms_norm is called with \(x, weight, eps\)",
     "rms_norm=my_kernels:long": r"it takes \(x, weight, eps, more\)",
@@ -401,10 +403,17 @@ def test_a_wrong_kernel_stops_the_run_before_it_begins(tmp_path, monkeypatch, us
 
 DEFAULT = "from qwen3_trn.kernels import registry\n"
 MISTAKES = {
-    "rms_norm": ("x.data.zero_()\n    return x * weight", r"rms_norm=... changes its argument x, which others read"),
+    "rms_norm": (
+        "x.data.zero_()\n    return x * weight",
+        r"rms_norm=my_kernels:kernel changes its argument x, which others read",
+    ),
     "linear_cross_entropy": (
         "labels.fill_(5)\n    return registry.default_of('linear_cross_entropy')(hidden, weight, labels, group)",
         "changes its argument labels",
+    ),
+    "moe_combine": (
+        "y.mul_(2)\n    return registry.default_of('moe_combine')(y, weights, choice_of_slot, slot_of_choice)",
+        "moe_combine=my_kernels:kernel changes its argument y, which others read too",
     ),
     "router": ("return None", r"computes something else than PyTorch's router.*output 0 inf"),
     "attention": (  # row 0's keys for every row
@@ -465,21 +474,23 @@ def override(op):
 attention, rms_norm, linear_cross_entropy = map(override, ("attention", "rms_norm", "linear_cross_entropy"))
 router, moe_experts, moe_combine = map(override, ("router", "moe_experts", "moe_combine"))
 wrong = lambda *args: router(*args) if launch.RANK == 0 else (router(*args)[0] * 2, router(*args)[1])
+changing = lambda logits, *args: router(logits if launch.RANK == 0 else logits.mul_(2), *args)
 """
 
 
 @pytest.mark.slow
 def test_tensor_parallel_ranks_give_kernels_plain_tensors(tmp_path, user_module):
-    """All six, which compute the default; then one that is wrong on the second rank stops both."""
+    """All six, which compute the default; then one that is wrong on the second rank stops both, without a traceback."""
     user_module("from qwen3_trn import launch\n" + PLAIN_TENSORS)
     kernels = [f"{op}=my_kernels:{op}" for op in DEFAULTS]
     flags = (REPO / "train.py", *SHORT, "--tp", 2, "--check-kernels", "--kernel")
     paths = {"PYTHONPATH": f"{REPO}:{tmp_path / 'elsewhere'}"}
     said = succeeded(run_python(*flags, *kernels, "--out", tmp_path / "run", ranks=2, **paths))
     assert len(re.findall(r"checked .*: output 0 0.0e\+00, ", said)) == 7
-    result = run_python(*flags, "router=my_kernels:wrong", "--out", tmp_path / "wrong", ranks=2, **paths)
-    assert result.returncode == 1 and "--kernel router=my_kernels:wrong computes something else" in result.stderr
-    assert "(rank 1)" in result.stderr
+    for name, what in {"wrong": "computes something else", "changing": "changes its argument logits"}.items():
+        result = run_python(*flags, f"router=my_kernels:{name}", "--out", tmp_path / name, ranks=2, **paths)
+        assert result.returncode == 1 and f"--kernel router=my_kernels:{name} {what}" in result.stderr
+        assert "(rank 1)" in result.stderr and '/check.py", line' not in result.stderr
 
 
 def test_the_plan_says_that_it_knows_no_kernels(capsys):

@@ -151,11 +151,9 @@ REASONS = {
     "slots of dtype torch.int64": {"indices": torch.int64},
     "slots of dtype torch.int16": {"choices": torch.int16},
     "300 slots; expected a multiple of 128": {"slots": 300},
-    "0 slots for 100 tokens": {"slots": 0},
-    "y [512, 256] and weights [100, 2] with 384 slots and choices [100, 2]; expected a row a slot": {
-        "num_indices": 384
-    },
-    "y [512, 256] and weights [100, 2] with 512 slots and choices [100, 3]; expected a row a slot": {"num_choices": 3},
+    "y is empty: its shape is [0, 256]": {"slots": 0},
+    "choice_of_slot of shape [384]; expected [512]": {"num_indices": 384},
+    "slot_of_choice of shape [100, 3]; expected [100, 2]": {"num_choices": 3},
     "hidden_size 255; expected a multiple of 2": {"hidden": 255},
     "100 tokens with 64 choices: forward does not fit": {"hidden": 2048, "k": 64},
     "hidden_size 40000, 512 slots: backward does not fit": {"hidden": 40000, "k": 1},

@@ -324,11 +324,28 @@ REASONS = {
     "hidden_size 384": {"hidden": 384},
     "moe_intermediate_size (of this rank) 128": {"intermediate": 128},
     "dtype torch.float64": {"dtype": torch.float64},
-    "torch.bfloat16, torch.float32, torch.bfloat16 with tokens of torch.bfloat16": {"up": torch.float32},
-    "torch.bfloat16, torch.bfloat16, torch.float32 with tokens of torch.bfloat16": {"down": torch.float32},
+    "torch.bfloat16, torch.float32, torch.bfloat16 with tokens of torch.bfloat16": {
+        "dtype_of": {"up_proj": torch.float32}
+    },
+    "torch.bfloat16, torch.bfloat16, torch.float32 with tokens of torch.bfloat16": {
+        "dtype_of": {"down_proj": torch.float32}
+    },
     "300 slots; expected a multiple of 128": {"slots": 300},
     "backward does not fit into 208 KiB": {"hidden": 16384},
     "100 tokens with 64 choices: their sum does not fit": {"hidden": 2048, "k": 64},
+    "slots of dtype torch.int64": {"dtype_of": {"group_ends": torch.int64}},
+    "x of shape [100, 1, 256]; expected [N, H]": {"shape_of": {"x": (100, 1, 256)}},
+    "x is empty: its shape is [0, 256]": {"shape_of": {"x": (0, 256)}},
+    "choice_of_slot of shape [4, 128]; expected [S]": {"shape_of": {"choice_of_slot": (4, 128)}},
+    "slot_of_choice of shape [200]; expected [100, k]": {"shape_of": {"slot_of_choice": (200,)}},
+    "slot_of_choice of shape [50, 2]; expected [100, k]": {"shape_of": {"slot_of_choice": (50, 2)}},
+    "gate_proj of shape [3, 256, 256]; expected [4, I, 256]": {"shape_of": {"gate_proj": (3, 256, 256)}},
+    "gate_proj of shape [4, 512, 512]; expected [4, I, 256]": {"shape_of": {"gate_proj": (4, 512, 512)}},
+    "up_proj of shape [4, 512, 256]; expected [4, 256, 256]": {"shape_of": {"up_proj": (4, 512, 256)}},
+    "down_proj of shape [4, 512, 256]; expected [4, 256, 512]": {
+        "shape_of": {"down_proj": (4, 512, 256)},
+        "intermediate": 512,
+    },
 }
 
 
@@ -336,16 +353,18 @@ REASONS = {
 def test_what_does_not_fit_is_refused_by_name(reason):
     change = {"hidden": 256, "intermediate": 256, "dtype": torch.bfloat16, "slots": 512, "k": 2} | REASONS[reason]
     hidden, intermediate = change["hidden"], change["intermediate"]
-    with torch.device("meta"):
-        arguments = (
-            torch.empty(100, hidden, dtype=change["dtype"]),
-            torch.empty(change["slots"], dtype=torch.int32),
-            torch.empty(100, change["k"], dtype=torch.int32),
-            torch.empty(4, dtype=torch.int32),
-            torch.empty(4, intermediate, hidden, dtype=change["dtype"]),
-            torch.empty(4, intermediate, hidden, dtype=change.get("up", change["dtype"])),
-            torch.empty(4, hidden, intermediate, dtype=change.get("down", change["dtype"])),
-        )
+    shapes = {
+        "x": (100, hidden),
+        "choice_of_slot": (change["slots"],),
+        "slot_of_choice": (100, change["k"]),
+        "group_ends": (4,),
+        "gate_proj": (4, intermediate, hidden),
+        "up_proj": (4, intermediate, hidden),
+        "down_proj": (4, hidden, intermediate),
+    } | change.get("shape_of", {})
+    dtypes = dict.fromkeys(shapes, change["dtype"]) | dict.fromkeys(dispatch.Slots._fields, torch.int32)
+    dtypes |= change.get("dtype_of", {})
+    arguments = [torch.empty(shape, dtype=dtypes[name], device="meta") for name, shape in shapes.items()]
     assert reason in nki_moe.supports(*arguments)
     with pytest.raises(UserError, match="the NKI kernels of moe_experts cannot run: "):
         nki_moe.moe_experts(*arguments)

@@ -308,6 +308,9 @@ ATTENTION_REASONS = {
     "sequences of 640 tokens; expected a multiple of 512": {"length": 640},
     "9 sequences with 64 heads each": {"batch": 9, "heads": 64},
     "a mask of torch.bool [1, 1, 512, 512]": {"mask": torch.ones(1, 1, 512, 512, dtype=torch.bool)},
+    "k of shape [1, 2, 1024, 128]; expected [1, K, 512, 128]": {"k": torch.empty(1, 2, 1024, 128)},
+    "v of shape [1, 2, 512]; expected [1, 2, 512, 128]": {"v": torch.empty(1, 2, 512)},
+    "4 heads of q with 3 of k and v": {"k": torch.empty(1, 3, 512, 128), "v": torch.empty(1, 3, 512, 128)},
     "NEURON_LOGICAL_NC_CONFIG=1": {"lnc": "1"},
 }
 
@@ -319,7 +322,8 @@ def test_attention_that_does_not_fit(monkeypatch, reason):
     ]
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", sizes.get("lnc", "2"))
     q = torch.empty(*(sizes[n] for n in ("batch", "heads", "length", "head_dim")), dtype=sizes["dtype"], device="meta")
-    arguments = (q, q[:, :2], q[:, :2], sizes.get("mask"))
+    k, v = (sizes.get(name, q[:, :2]).to(q) for name in ("k", "v"))
+    arguments = (q, k, v, sizes.get("mask"))
     assert reason in nkilib.needs_attention(*arguments)
     with pytest.raises(UserError, match="nkilib's attention cannot run"):
         nkilib.attention(*arguments)
@@ -403,6 +407,7 @@ EXPERTS_REASONS = {
     "moe_intermediate_size (of this rank) 224; expected a multiple of 64": {"intermediate": 224},
     "dtype torch.float32": {"dtype": torch.float32},
     "300 slots; expected a multiple of 128": {"slots": 300},
+    "gate_proj of shape [8, 768, 2048]; expected [16, I, 2048]": {"experts": 8},
     "NEURON_LOGICAL_NC_CONFIG=1": {"lnc": "1"},
 }
 
@@ -412,10 +417,10 @@ def test_experts_that_do_not_fit(monkeypatch, reason):
     sizes = {"hidden": 2048, "intermediate": 768, "slots": 1024, "dtype": torch.bfloat16} | EXPERTS_REASONS[reason]
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", sizes.get("lnc", "2"))
 
-    def arguments(hidden=2048, intermediate=768, slots=1024, dtype=torch.bfloat16, lnc=None):
+    def arguments(hidden=2048, intermediate=768, slots=1024, dtype=torch.bfloat16, experts=16, lnc=None):
         with torch.device("meta"):
             indices = (torch.empty(n, dtype=torch.int32) for n in ((slots,), (100, 8), (16,)))
-            wide = [torch.empty(16, intermediate, hidden, dtype=dtype) for _ in range(2)]
+            wide = [torch.empty(experts, intermediate, hidden, dtype=dtype) for _ in range(2)]
             return torch.empty(100, hidden, dtype=dtype), *indices, *wide, wide[0].transpose(1, 2)
 
     assert reason in nkilib.needs_experts(*arguments(**EXPERTS_REASONS[reason]))
